@@ -1,4 +1,4 @@
-"""Products of a few rows with the blocks of a GGUF file, laid out by `kernels.gguf_blocks`, in LLVM IR.
+"""Products of a few rows with quantized weights in blocks, laid out by `kernels.block_formats`, in LLVM IR.
 
 Numbers of 4, 5 and 6 bits are widened to bytes in registers, once for all rows of a tile. The sums over a block are
 integers, so they are exact in any order; blocks are added in the order of the inputs, in float32.
@@ -7,7 +7,6 @@ integers, so they are exact in any order; blocks are added in the order of the i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -15,15 +14,14 @@ from numba import types
 
 from lookahead.kernels.microkernel import (
     BYTES,
-    CACHE_LINE,
     FUSED,
     LANES,
     PAIRS,
     ROWS,
     VECTOR,
     WHOLE,
-    call,
     emit_bytes,
+    emit_fetch,
     emit_sums_of_pairs,
     has_dot_of_bytes,
     matrices_of,
@@ -33,12 +31,10 @@ from lookahead.kernels.microkernel import (
 )
 from lookahead.kernels.scalars import to_intrinsic
 
-ROW_BLOCK = 32  # numbers of a row that share a scale
-# Words: four bytes each, the sums of the first and the last 16, and as float32 the scale, and it times both sums.
-ROW_WORDS = 12
+BYTES_OF = 4  # bytes per column in a line, and numbers per word of a row
+# Words that follow those of a block of a row: the sums of its halves, and as float32 the scale, and it times both sums.
+ROW_STEPS = 4
 _REGISTERS = 2  # of columns
-_BYTES_OF = 4  # bytes per column in a line
-_PARTS = ROW_BLOCK // _BYTES_OF  # words of a block
 _HALF, _BYTE = ir.HalfType(), ir.IntType(8)
 _I32 = ir.IntType(32)
 # Products of a row's byte and a number of this many bits fit int16 if this many words are added.
@@ -53,24 +49,36 @@ class Group(NamedTuple):
 
     Attributes:
         bits: Bits of a number; unsigned except with 8 bits.
-        steps: Contents of the last lines, for all columns one after the other. `"pair"`: scale and offset, float16; no
-            offset with 8 bits. `"small"`: for two blocks one line of 6-bit scales and minimums of both, in bytes, and
-            one of their float16 units; minimums are subtracted. `"halves"`: float16 units, and scales of the first and
-            the last 16 numbers, signed bytes; 32 is subtracted from the numbers.
+        steps: Contents of the last lines, for all columns one after the other. `"single"`: scale, float32. `"pair"`:
+            scale and offset, float16; no offset with 8 bits. `"small"`: for two blocks one line of 6-bit scales and
+            minimums of both, in bytes, and one of their float16 units; minimums are subtracted. `"halves"`: float16
+            units, and scales of the first and the last 16 numbers, signed bytes; 32 is subtracted from the numbers.
+        size: Numbers of a block, and of a block of a row: 32, or 64 with 8 bits.
     """
 
     bits: int
     steps: str
+    size: int = 32
 
     @property
     def blocks(self) -> int:
-        """Blocks of 32 inputs in a group."""
+        """Blocks in a group."""
         return 2 if self.steps == "small" else 1
 
     @property
     def words(self) -> int:
+        """Words of a block, and of a block of a row without its steps."""
+        return self.size // BYTES_OF
+
+    @property
+    def row_words(self) -> int:
+        """Words of a prepared row for a group."""
+        return self.blocks * (self.words + ROW_STEPS)
+
+    @property
+    def main(self) -> int:
         """Lines of a block's numbers, without upper bits."""
-        return _PARTS if self.bits == 8 else _PARTS // 2
+        return self.words if self.bits == 8 else self.words // 2
 
     @property
     def upper(self) -> int:
@@ -80,11 +88,11 @@ class Group(NamedTuple):
     @property
     def lines(self) -> int:
         """Lines of a group."""
-        return self.blocks * (self.words + self.upper) + (2 if self.steps == "small" else 1)
+        return self.blocks * (self.main + self.upper) + (2 if self.steps == "small" else 1)
 
 
 class BlockKernel(NamedTuple):
-    """The multiplication of weights in such groups, made by `kernels.gguf_product`."""
+    """The multiplication of weights in such groups, made by `kernels.block_product`."""
 
     lines: int  # of a group
     words: int  # int32 of a prepared row for a group
@@ -98,13 +106,14 @@ def tile_of_blocks(group: Group) -> Any:
     It takes the rows, int32, with the index of the first and the step between rows; the weight, int32, with the index
     of the first group, the step between lines, and the prefetch arguments of `tile_of`; the output matrix, float32,
     with the index of the first row and the step between rows, to which it adds; the number of rows; and the number of
-    groups, at least 1.
+    lines, of at least one group.
     """
 
     @to_intrinsic
-    def tile(context: Any, left: Any, right: Any, out: Any, count: Any, groups: Any) -> Any:
+    def tile(context: Any, left: Any, right: Any, out: Any, count: Any, lines: Any) -> Any:
         def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-            *operands, asked, groups = values
+            *operands, asked, lines = values
+            groups = builder.sdiv(lines, WHOLE(group.lines))
             matrices = matrices_of(target, builder, signature, operands)
             done = builder.append_basic_block("done")
             choice = builder.switch(asked, done)
@@ -117,39 +126,80 @@ def tile_of_blocks(group: Group) -> Any:
             builder.position_at_end(done)
             return target.get_dummy_value()
 
-        return types.void(left, right, out, count, groups), emit
+        return types.void(left, right, out, count, lines), emit
 
     return tile
 
 
+class _Lines:
+    """The lines of a group. The line ahead of one is prefetched when it is first used, as tiles of other weights do."""
+
+    def __init__(self, builder: Any, matrix: Sequence[Any], number: Any, count: int) -> None:
+        (self._panel, begin, self._step, *_), self._matrix, self._builder = matrix, matrix, builder
+        self._number = builder.mul(number, WHOLE(count))  # of the first line
+        self._first = builder.add(begin, builder.mul(self._number, self._step))
+        self._places = dict[int, Any]()
+        self._loaded = dict[int, list[Any]]()
+
+    def _at(self, line: int) -> Any:
+        """The index of a line."""
+        if line not in self._places:
+            builder = self._builder
+            emit_fetch(builder, self._matrix, builder.add(self._number, WHOLE(line)), _REGISTERS)
+            self._places[line] = builder.add(self._first, builder.mul(self._step, WHOLE(line)))
+        return self._places[line]
+
+    def registers(self, line: int) -> list[Any]:
+        """The registers of a line."""
+        if line not in self._loaded:
+            at, builder = self._at(line), self._builder
+            places = [builder.add(at, WHOLE(register * LANES)) for register in range(_REGISTERS)]
+            places = [vector_at(builder, self._panel, place, PAIRS) for place in places]
+            self._loaded[line] = [builder.load(place, align=4) for place in places]
+        return self._loaded[line]
+
+    def steps(self, line: int, part: int, kind: Any, signed: bool = False) -> list[Any]:
+        """The registers of a part of a line of scales, as float32, or of bytes, as int32."""
+        builder = self._builder
+        numbers = builder.bitcast(builder.gep(self._panel, [self._at(line)]), kind.as_pointer())
+        lanes, registers = ir.VectorType(kind, LANES), []
+        for register in range(_REGISTERS):
+            place = vector_at(builder, numbers, WHOLE((part * _REGISTERS + register) * LANES), lanes)
+            loaded = builder.load(place, align=1)
+            if kind == _BYTE:
+                loaded = (builder.sext if signed else builder.zext)(loaded, PAIRS)
+            elif kind == _HALF:
+                loaded = builder.fpext(loaded, VECTOR)
+            registers.append(loaded)
+        return registers
+
+
 def _emit_groups(builder: Any, group: Group, count: int, matrices: Any, groups: Any) -> None:
     """Emit a loop over groups that adds their sums to the output."""
-    (left, at, row_step), (panel, begin, line_step, *ahead), (out, to, out_step) = matrices
+    (left, at, row_step), panel, (out, to, out_step) = matrices
     columns = [
         builder.add(to, builder.add(builder.mul(out_step, WHOLE(row)), WHOLE(register * LANES)))
         for row in range(count)
         for register in range(_REGISTERS)
     ]
     places = [vector_at(builder, out, column) for column in columns]
-    begun = [builder.load(each, align=4) for each in places]
+    begun = [builder.load(place, align=4) for place in places]
     before, loop, after = builder.block, builder.append_basic_block("group"), builder.append_basic_block("sums")
     builder.branch(loop)
     builder.position_at_end(loop)
     number, held = builder.phi(WHOLE), [builder.phi(VECTOR) for _ in begun]
-    line = builder.add(begin, builder.mul(builder.mul(number, WHOLE(group.lines)), line_step))
-    place = builder.add(at, builder.mul(number, WHOLE(ROW_WORDS * group.blocks)))
+    place = builder.add(at, builder.mul(number, WHOLE(group.row_words)))
     first = [builder.gep(left, [builder.add(place, builder.mul(row_step, WHOLE(row)))]) for row in range(count)]
-    load, load_steps = (partial(each, builder, panel, line, line_step) for each in (_load, _load_steps))
-    _emit_fetch(builder, group, panel, ahead, number)
-    totals: list[Any] = [*held]
+    lines, totals = _Lines(builder, panel, number, group.lines), list[Any](held)
     for block in range(group.blocks):
-        rows = [builder.gep(row, [WHOLE(ROW_WORDS * block)]) for row in first]
-        sums = _emit_sums(builder, group, block, rows, load)
-        steps, added = _STEPS[group.steps](builder, group, block, load_steps)
+        rows = [builder.gep(row, [WHOLE((group.words + ROW_STEPS) * block)]) for row in first]
+        sums = _emit_sums(builder, group, block, rows, lines)
+        steps, offsets = _STEPS[group.steps](builder, group, block, lines)
         for i, total in enumerate(totals):
             row, register = divmod(i, _REGISTERS)
-            products = [each[row][register] for each in sums], [each[register] for each in steps]
-            totals[i] = _added(builder, total, rows[row], *products, added and added[register])
+            products = [part[row][register] for part in sums], [part[register] for part in steps]
+            ends = builder.gep(rows[row], [WHOLE(group.words)])
+            totals[i] = _added(builder, total, ends, *products, offsets and offsets[register])
     following = builder.add(number, WHOLE(1))
     builder.cbranch(builder.icmp_signed("<", following, groups), loop, after)
     for phi, begin, update in zip([number, *held], [WHOLE(0), *begun], [following, *totals], strict=True):
@@ -160,64 +210,31 @@ def _emit_groups(builder: Any, group: Group, count: int, matrices: Any, groups: 
         builder.store(total, place, align=4)
 
 
-def _emit_fetch(builder: Any, group: Group, panel: Any, ahead: list[Any], number: Any) -> None:
-    """Prefetch the lines after a group, as tiles of other weights do."""
-    start = builder.bitcast(builder.gep(panel, ahead[:1]), _BYTE.as_pointer())
-    lines = group.lines * _REGISTERS * LANES * _BYTES_OF // CACHE_LINE
-    for i in range(lines):
-        line = builder.add(builder.mul(number, WHOLE(lines)), WHOLE(i))
-        place = builder.gep(start, [builder.mul(line, ahead[1])])
-        call(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *map(_I32, (0, 2, 1)))
-
-
-def _added(builder: Any, total: Any, row: Any, sums: list[Any], steps: list[Any], added: Any) -> Any:
+def _added(builder: Any, total: Any, ends: Any, sums: list[Any], steps: list[Any], offset: Any) -> Any:
     """A total plus a block: the integer sums of its parts times their scales, and the sum of a row times the offset.
 
-    Only one of two products can be fused with their sum, and it must always be the same one.
+    Only one of two products can be fused with their sum, and it must always be the same one. `ends` are the words of a
+    row that follow those of the block.
     """
     step, of_sum = (
-        spread(builder, builder.bitcast(_word(builder, row, place), ir.FloatType()))
-        for place in (ROW_WORDS - 2, ROW_WORDS - 1)
+        spread(builder, builder.bitcast(_word(builder, ends, place), ir.FloatType()))
+        for place in (ROW_STEPS - 2, ROW_STEPS - 1)
     )
-    floats = [builder.sitofp(each, VECTOR) for each in sums]
+    floats = [builder.sitofp(total, VECTOR) for total in sums]
     product = builder.fmul(floats[0], steps[0])
-    for number, each in zip(floats[1:], steps[1:], strict=True):
-        product = builder.fadd(product, builder.fmul(number, each, **FUSED), **FUSED)
+    for number, scale in zip(floats[1:], steps[1:], strict=True):
+        product = builder.fadd(product, builder.fmul(number, scale, **FUSED), **FUSED)
     total = builder.fadd(total, builder.fmul(product, step, **FUSED), **FUSED)
-    if added is None:
+    if offset is None:
         return total
-    return builder.fadd(total, builder.fmul(of_sum, added, **FUSED), **FUSED)
-
-
-def _load(builder: Any, panel: Any, line: Any, line_step: Any, place: int) -> list[Any]:
-    """Load the registers of a line of a group."""
-    at = builder.add(line, builder.mul(line_step, WHOLE(place)))
-    places = [builder.add(at, WHOLE(register * LANES)) for register in range(_REGISTERS)]
-    return [builder.load(vector_at(builder, panel, each, PAIRS), align=4) for each in places]
-
-
-def _load_steps(
-    builder: Any, panel: Any, line: Any, line_step: Any, place: int, part: int, kind: Any, signed: bool = False
-) -> list[Any]:
-    """Load the registers of a part of a line of scales: float16 as float32, or bytes as int32."""
-    at = builder.gep(panel, [builder.add(line, builder.mul(line_step, WHOLE(place)))])
-    numbers = builder.bitcast(at, kind.as_pointer())
-    lanes, registers = ir.VectorType(kind, LANES), []
-    for register in range(_REGISTERS):
-        here = vector_at(builder, numbers, WHOLE((part * _REGISTERS + register) * LANES), lanes)
-        loaded = builder.load(here, align=kind.width // 8 if isinstance(kind, ir.IntType) else 2)
-        if kind == _HALF:
-            registers.append(builder.fpext(loaded, VECTOR))
-        else:
-            registers.append((builder.sext if signed else builder.zext)(loaded, PAIRS))
-    return registers
+    return builder.fadd(total, builder.fmul(of_sum, offset, **FUSED), **FUSED)
 
 
 def _word(builder: Any, row: Any, place: int) -> Any:
     return builder.load(builder.gep(row, [WHOLE(place)]))
 
 
-def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], load: Any) -> list[list[list[Any]]]:
+def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], lines: _Lines) -> list[list[list[Any]]]:
     """The sums of products over a block, or over its halves if these have scales: `[parts][rows][registers]`."""
     zero, parts, sums = ir.Constant(PAIRS, None), 2 if group.steps == "halves" else 1, []
     has_dot = has_dot_of_bytes()
@@ -225,18 +242,18 @@ def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], load: An
     for part in range(parts):
         totals = [[zero] * _REGISTERS for _ in rows]
         if group.bits == 8 and has_dot:
-            totals = [[_offset(builder, row, (0, 1), -128)] * _REGISTERS for row in rows]
+            totals = [[_offset(builder, group, row, (0, 1), -128)] * _REGISTERS for row in rows]
         elif group.bits == 6:
-            totals = [[_offset(builder, row, (part,), -32)] * _REGISTERS for row in rows]
+            totals = [[_offset(builder, group, row, (part,), -32)] * _REGISTERS for row in rows]
         shorts: list[list[Any]] = [[None] * _REGISTERS for _ in rows]
-        words = range(part * _PARTS // parts, (part + 1) * _PARTS // parts)
+        words = range(part * group.words // parts, (part + 1) * group.words // parts)
         for word in words:
-            weights = _emit_word(builder, group, block, word, load)
+            weights = _emit_word(builder, group, block, word, lines)
             for row, address in enumerate(rows):
                 x = spread(builder, _word(builder, address, word))
                 for register, weight in enumerate(weights):
                     if not adds_shorts:
-                        totals[row][register] = emit_bytes(builder, totals[row][register], [x], [weight])
+                        totals[row][register] = emit_bytes(builder, totals[row][register], x, weight)
                         continue
                     pair = emit_sums_of_pairs(builder, builder.bitcast(weight, BYTES), builder.bitcast(x, BYTES))
                     held = shorts[row][register]
@@ -249,31 +266,31 @@ def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], load: An
     return sums
 
 
-def _offset(builder: Any, row: Any, halves: Sequence[int], zero: int) -> Any:
+def _offset(builder: Any, group: Group, row: Any, halves: Sequence[int], zero: int) -> Any:
     """The sum of halves of a block of a row, times the offset `zero` of its weights, in every lane."""
-    total = _word(builder, row, _PARTS + halves[0])
+    total = _word(builder, row, group.words + halves[0])
     for half in halves[1:]:
-        total = builder.add(total, _word(builder, row, _PARTS + half))
+        total = builder.add(total, _word(builder, row, group.words + half))
     return spread(builder, builder.mul(total, _I32(zero)))
 
 
-def _emit_word(builder: Any, group: Group, block: int, word: int, load: Any) -> list[Any]:
+def _emit_word(builder: Any, group: Group, block: int, word: int, lines: _Lines) -> list[Any]:
     """Unpack four numbers of every column to bytes."""
     if group.bits == 8:
-        loaded: list[Any] = load(word)
-        return loaded
-    made = []
-    upper = group.blocks * group.words + block * group.upper
-    places = [word] if group.bits == 5 else [word % 4 * 2]  # of the upper bits in each byte
-    lines = load(block * group.words + word // 2)
-    above = load(upper + (word // 4 if group.bits == 6 else 0)) if group.upper else [None] * _REGISTERS
-    for line, bits in zip(lines, above, strict=True):
+        return lines.registers(word)
+    unpacked = []
+    upper = group.blocks * group.main + block * group.upper
+    place = word if group.bits == 5 else word % 4 * 2  # of the upper bits in each byte
+    above: Sequence[Any] = [None] * _REGISTERS
+    if group.upper:
+        above = lines.registers(upper + (word // 4 if group.bits == 6 else 0))
+    for line, bits in zip(lines.registers(block * group.main + word // 2), above, strict=True):
         number = _masked(builder, _shifted(builder, line, -4 * (word % 2)), 0x0F)
         if bits is not None:
             mask = ((1 << group.upper) - 1) << 4
-            number = builder.or_(number, _masked(builder, _shifted(builder, bits, 4 - places[0]), mask))
-        made.append(number)
-    return made
+            number = builder.or_(number, _masked(builder, _shifted(builder, bits, 4 - place), mask))
+        unpacked.append(number)
+    return unpacked
 
 
 def _shifted(builder: Any, line: Any, left: int) -> Any:
@@ -289,30 +306,33 @@ def _masked(builder: Any, line: Any, mask: int) -> Any:
     return builder.and_(line, ir.Constant(PAIRS, [mask * 0x01010101] * LANES))
 
 
-def _pairs(builder: Any, group: Group, block: int, load: Any) -> Any:
-    return [load(group.lines - 1, 0, _HALF)], load(group.lines - 1, 1, _HALF) if group.bits != 8 else None
+def _pairs(builder: Any, group: Group, block: int, lines: _Lines) -> Any:
+    last = group.lines - 1
+    return [lines.steps(last, 0, _HALF)], lines.steps(last, 1, _HALF) if group.bits != 8 else None
 
 
-def _small(builder: Any, group: Group, block: int, load: Any) -> Any:
+def _small(builder: Any, group: Group, block: int, lines: _Lines) -> Any:
     """Float16 units times 6-bit numbers, as float32."""
-    units = [load(group.lines - 1, place, _HALF) for place in range(2)]
-    steps, minimums = (load(group.lines - 2, 2 * block + place, _BYTE) for place in range(2))
-    minimums = [builder.sub(ir.Constant(PAIRS, None), each) for each in minimums]
-    steps, minimums = (
-        [builder.fmul(unit, builder.sitofp(each, VECTOR)) for unit, each in zip(*pair, strict=True)]
-        for pair in zip(units, (steps, minimums), strict=True)
-    )
+    units = [lines.steps(group.lines - 1, part, _HALF) for part in range(2)]
+    steps, minimums = (lines.steps(group.lines - 2, 2 * block + part, _BYTE) for part in range(2))
+    minimums = [builder.sub(ir.Constant(PAIRS, None), minimum) for minimum in minimums]
+    steps, minimums = map(_in_units, (builder, builder), units, (steps, minimums))
     return [steps], minimums
 
 
-def _halves(builder: Any, group: Group, block: int, load: Any) -> Any:
+def _halves(builder: Any, group: Group, block: int, lines: _Lines) -> Any:
     """Float16 units times signed bytes, as float32."""
-    units = load(group.lines - 1, 0, _HALF)
-    parts = [load(group.lines - 1, part, _BYTE, signed=True) for part in (2, 3)]
-    return [
-        [builder.fmul(unit, builder.sitofp(each, VECTOR)) for unit, each in zip(units, part, strict=True)]
-        for part in parts
-    ], None
+    last = group.lines - 1
+    units = lines.steps(last, 0, _HALF)
+    return [_in_units(builder, units, lines.steps(last, part, _BYTE, signed=True)) for part in (2, 3)], None
 
 
-_STEPS = {"pair": _pairs, "small": _small, "halves": _halves}
+def _in_units(builder: Any, units: list[Any], numbers: list[Any]) -> list[Any]:
+    return [builder.fmul(unit, builder.sitofp(number, VECTOR)) for unit, number in zip(units, numbers, strict=True)]
+
+
+def _single(builder: Any, group: Group, block: int, lines: _Lines) -> Any:
+    return [lines.steps(group.lines - 1, 0, ir.FloatType())], None
+
+
+_STEPS = {"pair": _pairs, "small": _small, "halves": _halves, "single": _single}

@@ -50,8 +50,9 @@ class _Tile(NamedTuple):
     registers: int  # per row
     rows: list[Any]  # addresses of the left matrix
     inner_step: Any
-    right: Sequence[Any]  # the matrix address, the index of its first element, and the step between its terms
-    ahead: Sequence[Any]  # an index in the right matrix, and bytes to prefetch per cache line; or empty
+    # The matrix address, the index of its first element, the step between its terms, and maybe an index in it and bytes
+    # to prefetch from there per cache line.
+    right: Sequence[Any]
     terms: Any
     places: list[Any]  # addresses of the registers of the product, row by row
 
@@ -72,15 +73,6 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
     The kind `"halves"` takes int32 that hold two bfloat16 in the right matrix, and the two float32 to multiply them by
     in the left one, next to each other. Both have `HALVES` times the terms. The sums of `HALVES` terms are added by
     halves, separately for the first and the second bfloat16; finally these two are added, to 0.
-
-    The kind `"bytes"` also adds to the output. Elements are int32 that hold four signed bytes from -127 on in the left
-    matrix, and four with 128 added in the right one. After the terms, both matrices have a float32 factor of their sum;
-    in a row of the left one it comes after -128 times the sum of its bytes.
-
-    The kind `"nibbles"` has at most 4 terms, each of four numbers from 0 to 15 in the lower halves of the right
-    matrix's bytes, and of four in the upper halves; the left matrix has two elements per term. After the terms the
-    right one has two bfloat16: the upper one is the factor of the sum, and the lower one, times the number before the
-    left one's own factor, is added to that product.
     """
 
     @to_intrinsic
@@ -110,7 +102,7 @@ def emit_tile(builder: Any, kind: str, size: tuple[int, int], operands: Sequence
     lefts = [builder.gep(left, [builder.add(at, builder.mul(row_step, WHOLE(row)))]) for row in range(rows)]
     firsts = [builder.gep(out, [builder.add(to, builder.mul(out_step, WHOLE(row)))]) for row in range(rows)]
     places = [vector_at(builder, first, WHOLE(i * LANES)) for first in firsts for i in range(registers)]
-    tile = _Tile(builder, kind, registers, lefts, inner_step, right[:3], right[3:], terms, places)
+    tile = _Tile(builder, kind, registers, lefts, inner_step, right, terms, places)
     for each, place in zip(_KINDS[kind][0](tile), places, strict=True):
         builder.store(each, place, align=4)
 
@@ -126,20 +118,20 @@ def matrices_of(target: Any, builder: Any, signature: Any, values: Any) -> list[
 
 def _load_line(tile: _Tile, term: Any) -> list[Any]:
     """Load a line of the right matrix."""
-    builder, (array, column, step) = tile.builder, tile.right
+    builder, (array, column, step, *_) = tile.builder, tile.right
     line = builder.gep(array, [builder.add(column, builder.mul(term, step))])
     kind = ir.VectorType(array.type.pointee, LANES)
     places = [vector_at(builder, line, WHOLE(i * LANES), kind) for i in range(tile.registers)]
     return [builder.load(each, align=4) for each in places]
 
 
-def _emit_fetch(tile: _Tile, term: Any) -> None:
-    """Prefetch the line ahead of a line of the right matrix, into a farther cache than the one in use."""
-    builder, lines = tile.builder, tile.registers * LANES * 4 // CACHE_LINE
-    for i in range(lines if tile.ahead else 0):
-        start = builder.bitcast(builder.gep(tile.right[0], tile.ahead[:1]), ir.IntType(8).as_pointer())
-        line = builder.add(builder.mul(term, WHOLE(lines)), WHOLE(i))
-        place = builder.gep(start, [builder.mul(line, tile.ahead[1])])
+def emit_fetch(builder: Any, matrix: Sequence[Any], line: Any, registers: int) -> None:
+    """Prefetch, for a line of registers of a right matrix as in `tile_of`, the one ahead into a farther cache."""
+    array, _, _, *ahead = matrix
+    lines = registers * LANES * 4 // CACHE_LINE
+    for i in range(lines if ahead else 0):
+        start = builder.bitcast(builder.gep(array, ahead[:1]), ir.IntType(8).as_pointer())
+        place = builder.gep(start, [builder.mul(builder.add(builder.mul(line, WHOLE(lines)), WHOLE(i)), ahead[1])])
         call(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *map(ir.IntType(32), (0, 2, 1)))
 
 
@@ -161,28 +153,20 @@ def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
     return call(builder, _DOT_OF_PAIRS, total.type, total, left[0], right[0])
 
 
-def emit_bytes(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Add the four products of every lane.
+def emit_bytes(builder: Any, total: Any, row: Any, weight: Any) -> Any:
+    """Add the four products of every lane, of signed bytes from -127 on of a row, and of weights with 128 added.
 
     Without an instruction for that, rows take the signs of weights, so that the sum of two products fits int16.
     """
     if has_dot_of_bytes():
-        return call(builder, _DOT_OF_BYTES, total.type, total, right[0], left[0])
-    row, weight = (builder.bitcast(each[0], BYTES) for each in (left, right))
+        return call(builder, _DOT_OF_BYTES, total.type, total, weight, row)
+    row, weight = (builder.bitcast(each, BYTES) for each in (row, weight))
     weight, zero = builder.xor(weight, ir.Constant(BYTES, [-128] * 4 * LANES)), ir.Constant(BYTES, None)
     is_negative = builder.icmp_signed("<", weight, zero)
     size, signed = (builder.select(is_negative, builder.sub(zero, each), each) for each in (weight, row))
     if LANES == 8 and FEATURES.get("avx2"):
         signed = call(builder, "llvm.x86.avx2.psign.b", BYTES, row, weight)
     return builder.add(total, sums_of_neighbours(builder, emit_sums_of_pairs(builder, size, signed)))
-
-
-def _emit_nibbles(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Add the four products of every lane; or sums of two to int16, which can hold 16 products of 15 and 127."""
-    if has_dot_of_bytes():
-        return emit_bytes(builder, total, left, right)
-    weight, row = (builder.bitcast(each[0], BYTES) for each in (right, left))
-    return builder.add(total, emit_sums_of_pairs(builder, weight, row))
 
 
 def has_dot_of_bytes() -> bool:
@@ -252,35 +236,6 @@ def _emit_by_halves(tile: _Tile) -> list[Any]:
     return [builder.fadd(_ZERO, builder.load(at(WHOLE(i)), align=4)) for i in range(size)]
 
 
-def _emit_quantized(tile: _Tile) -> list[Any]:
-    """Multiply integer sums by the scales of columns and of rows, and add them to the output."""
-    builder, kind, registers, parts = tile.builder, tile.kind, tile.registers, range(2 if tile.kind == "nibbles" else 1)
-    of_term = WHOLE(len(parts))
-    ends = [builder.gep(row, [builder.mul(tile.terms, of_term)]) for row in tile.rows]
-    numbers = [spread(builder, builder.load(end)) for end in ends]
-    adds_neighbours = kind == "nibbles" and not has_dot_of_bytes()
-    begun = [ir.Constant(_SHORTS if adds_neighbours else PAIRS, None)] * len(tile.places)
-    if kind == "bytes" and has_dot_of_bytes():
-        begun = [number for number in numbers for _ in range(registers)]
-    sums = _emit_terms(tile._replace(inner_step=of_term), begun, parts=parts)
-    _emit_fetch(tile, tile.terms)
-    steps = _load_line(tile, tile.terms)
-    scaled = list[Any]()
-    for i, (total, place) in enumerate(zip(sums, tile.places, strict=True)):
-        row, step = i // registers, steps[i % registers]
-        own = builder.bitcast(spread(builder, builder.load(builder.gep(ends[row], [WHOLE(1)]))), VECTOR)
-        whole = builder.sitofp(sums_of_neighbours(builder, total) if adds_neighbours else total, VECTOR)
-        if kind == "bytes":
-            product = builder.fmul(whole, builder.bitcast(step, VECTOR))
-        else:  # only one of two products can be fused with their sum: it must always be the same one
-            least, factor = (_half_of(builder, step, part) for part in (0, 1))
-            least = builder.fmul(builder.sitofp(numbers[row], VECTOR), least)
-            product = builder.fadd(least, builder.fmul(whole, factor, **FUSED), **FUSED)
-        product = builder.fmul(product, own, **FUSED)
-        scaled.append(builder.fadd(builder.load(place, align=4), product, **FUSED))
-    return scaled
-
-
 def call(builder: Any, name: str, kind: Any, *values: Any) -> Any:
     """Call an LLVM intrinsic by name."""
     function = builder.module.globals.get(name)
@@ -308,7 +263,7 @@ def _emit_terms(tile: _Tile, begun: list[Any], first: Any = _START, parts: Seque
         start = builder.add(first, builder.mul(turn, WHOLE(together)))
         terms = [builder.add(start, WHOLE(i)) for i in range(together)]
         if 0 in parts:
-            _emit_fetch(tile, start)
+            emit_fetch(builder, tile.right, start, tile.registers)
         columns = list(zip(*(_load_line(tile, term) for term in terms), strict=True))
         grown = list(sums)
         for i, (part, row) in enumerate(product(parts, tile.rows)):
@@ -350,12 +305,6 @@ def _half_of(builder: Any, pairs: Any, part: int) -> Any:
     return builder.bitcast(half, VECTOR)
 
 
-def _nibble_of(builder: Any, pairs: Any, part: int) -> Any:
-    """The lower or the upper half of every byte."""
-    half = builder.lshr(pairs, ir.Constant(PAIRS, [4] * LANES)) if part else pairs
-    return builder.and_(half, ir.Constant(PAIRS, [0x0F0F0F0F] * LANES))
-
-
 # By kind: the emitters of a product and of a term, the extractor of a part of the right matrix's elements, and the
 # number of terms added at once.
 _KINDS: dict[str, tuple[Callable[[_Tile], list[Any]], Callable[..., Any], Callable[..., Any] | None, int]] = {
@@ -363,8 +312,6 @@ _KINDS: dict[str, tuple[Callable[[_Tile], list[Any]], Callable[..., Any], Callab
     "sums": (_emit_floats, _emit_product, None, 1),
     "fours": (_emit_floats, _emit_four, None, 4),
     "halves": (_emit_by_halves, _emit_product, _half_of, 1),
-    "bytes": (_emit_quantized, emit_bytes, None, 1),
-    "nibbles": (_emit_quantized, _emit_nibbles, _nibble_of, 1),
 }
 
 

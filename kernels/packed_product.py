@@ -23,27 +23,20 @@ from torch import Tensor
 from lookahead.kernels.block_tiles import BlockKernel
 from lookahead.kernels.jobs import Job, claim_part, run
 from lookahead.kernels.large_pages import zeros
-from lookahead.kernels.microkernel import CACHE_LINE, FEATURES, HALVES, LANES, MOST_ROWS, ROWS, tile_of, transpose
+from lookahead.kernels.microkernel import CACHE_LINE, FEATURES, HALVES, LANES, MOST_ROWS, tile_of, transpose
 from lookahead.kernels.scalars import jit_part, narrow, widen
 from lookahead.utils.addresses import array_at
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight per part of a job
-_LARGEST, _ZERO = 127, 128  # largest quantized number, and the offset of weights, whose bytes are unsigned
-_BLOCKS = {torch.uint8: 64, torch.int8: 32}  # inputs that share a scale, by the dtype of 8-bit and 4-bit weights
-_LINES = {torch.uint8: 16, torch.int8: 4}  # lines of the weight that hold them
-_HIGHEST = 15  # largest number of 4 bits
-_PIECE, _TURNS = 1 << 16, 4  # weights per rounding step of 4 bits, and iterations of rounding and of fitting a line
 _SHARED, _EACH = 9, 5  # numbers that a call of the kernel receives, and numbers of each weight
-_F = np.float32
-_SMALLEST = _F(1e-30)  # blocks with no larger number are rounded to zeros
 _HAS_DOT = bool(FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
 _SUMS = 2 * HALVES  # sums per row and output in bfloat16 with AVX2
 _AT_ONCE = 512  # approximate lines of a quantized panel that are multiplied at a time
 # Most rows of a tile, rows from which memory is prefetched, and fewest tiles then, as measured on a Zen 4: for products
-# in one step, for 64 sums added by halves, and for quantized weights.
+# in one step, and for 64 sums added by halves.
 _TILING = (MOST_ROWS, 6, 1) if LANES == 16 else (MOST_ROWS, 2, 2)
-_TILING_OF_HALVES, TILING_OF_QUANTIZED = (MOST_ROWS, 2, 1), (ROWS, 6 if LANES == 16 else 5, 1)
+_TILING_OF_HALVES = MOST_ROWS, 2, 1
 _TERM = {torch.float32: torch.float32, torch.bfloat16: torch.int32}  # a term of a sum: one product, or two
 
 
@@ -59,24 +52,23 @@ def is_supported(weight: Tensor) -> bool:
 class PackedWeight(NamedTuple):
     """A packed weight, and the sizes that every product needs."""
 
-    packed: Tensor  # in the layout of `pack` or `quantize`
+    packed: Tensor  # in the layout of `pack` or of a kernel
     outputs: int
     block: int  # inputs whose products are added before the sums of blocks are added; even
     panels: int
     terms: int  # lines of a panel
     together: int  # panels per part of a job
-    kernel: BlockKernel | None = None  # for blocks of a file
+    kernel: BlockKernel | None = None  # of a quantized weight
     prepared: int = 0  # elements of a prepared row; 0 if rows are used unchanged
 
     @classmethod
-    def of(cls, packed: Tensor, outputs: int, block: int = 0, kernel: BlockKernel | None = None) -> PackedWeight:
-        """A weight with `outputs` outputs in the layout of `pack`, of `quantize`, or of a kernel."""
+    def of(cls, packed: Tensor, outputs: int, block: int, kernel: BlockKernel | None = None) -> PackedWeight:
+        """A weight with `outputs` outputs in the layout of `pack` or of a kernel."""
         panels, terms, _ = packed.shape
-        block = _BLOCKS.get(packed.dtype, block)
-        own = cls(packed, outputs, block, panels, terms, max(1, _PART * panels // packed.nbytes), kernel)
-        if group := _group_of(own):
-            return own._replace(prepared=terms // group[0] * group[1])
-        return own._replace(prepared=2 * terms if packed.dtype == torch.bfloat16 else 0)
+        prepared = 2 * terms if packed.dtype == torch.bfloat16 else 0
+        if kernel:
+            prepared = terms // kernel.lines * kernel.words
+        return cls(packed, outputs, block, panels, terms, max(1, _PART * panels // packed.nbytes), kernel, prepared)
 
 
 def pack(weight: Tensor, block: int) -> PackedWeight:
@@ -119,43 +111,6 @@ def _lay_out(address: Any) -> None:
         panel = claim_part(address)
 
 
-def quantize(weight: Tensor, bits: int) -> Tensor:
-    """Round a weight `[outputs, inputs]` to 255 levels for every 64 inputs of an output, or with 4 bits to 16 for 32.
-
-    With 8 bits it is uint8 `[panels, lines, 4 * COLUMNS]`, in the layout of `pack` with four inputs per 32-bit element,
-    and an offset of 128. Every 16 lines, which hold 64 inputs, are followed by one line of their scales, float32.
-
-    With 4 bits it is int8, and two such lines share one line, in the lower and upper halves of its bytes. Every 4 lines
-    are followed by the value of 0 divided by -128, because `_round` multiplies sums of rows by -128, and by the scale,
-    both bfloat16.
-    """
-    inputs = _BLOCKS[torch.int8 if bits == 4 else torch.uint8]
-    blocks = torch.nn.functional.pad(weight.detach().float(), (0, -weight.shape[1] % inputs)).unflatten(1, (-1, inputs))
-    if bits == 4:  # parts that fit a near cache
-        lines = torch.cat([_lines_of_nibbles(part) for part in blocks.split(-(-_PIECE // weight.shape[1]))])
-        return _panels_of(lines.flatten(1)).view(torch.int8)
-    largest = blocks.abs().amax(2, keepdim=True)
-    whole = (blocks * (_LARGEST / largest.clamp_min(float(_SMALLEST)))).round() + _ZERO
-    lines = torch.cat([whole.to(torch.uint8).view(torch.int32), (largest / _LARGEST).view(torch.int32)], 2)
-    return _panels_of(lines.flatten(1)).view(torch.uint8)
-
-
-def _lines_of_nibbles(blocks: Tensor) -> Tensor:
-    """4-bit weights of `[outputs, blocks, 32]`, int32. Each iteration reduces the squared error of a block."""
-    least, most = blocks.aminmax(dim=2, keepdim=True)
-    step, center, tiny = (most - least) / _HIGHEST, blocks.mean(2, keepdim=True), torch.finfo(torch.float32).tiny
-    for _ in range(_TURNS):
-        numbers = torch.cat([least / -_ZERO, step], 2).bfloat16()
-        zero, step = numbers.float().split(1, 2)
-        whole = (blocks + _ZERO * zero).div_(step.clamp_min(tiny)).round_().clamp_(0, _HIGHEST)
-        mean = whole.mean(2, keepdim=True)
-        apart = whole - mean
-        step = (apart * blocks).sum(2, keepdim=True) / apart.square_().sum(2, keepdim=True).clamp_min_(tiny)
-        least = center - step * mean
-    low, high = whole.to(torch.uint8).unflatten(2, (-1, 2, 4)).unbind(3)
-    return torch.cat([(low | high << 4).flatten(2).view(torch.int32), numbers.view(torch.int32)], 2)
-
-
 def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply rows `[..., inputs]` by a weight, and add a bias `[outputs]`: `[..., outputs]`, all in the rows' dtype.
 
@@ -172,12 +127,6 @@ def prepared_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
     return torch.empty(rows * length, dtype=torch.int32, device="cpu") if length else None
 
 
-def _group_of(weight: PackedWeight) -> tuple[int, int] | None:
-    """Lines of a quantized weight that are multiplied together, and int32 elements of a prepared row for them."""
-    if weight.kernel:
-        return weight.kernel.lines, weight.kernel.words
-    lines = _LINES.get(weight.packed.dtype)
-    return (lines + 1, weight.block // 4 + 2) if lines else None
 
 
 def product(
@@ -206,9 +155,9 @@ def product(
     if prepared is not None and prepared_length:
         left, length = prepared, prepared_length
         prepare, lines = _order_halves, terms  # all at a time
-        if group := _group_of(weights[0]):
-            prepare = (kernel.prepare if kernel else _ROUNDING)[x.dtype]
-            lines, numbers = (_AT_ONCE // group[0] * each for each in group)
+        if kernel:
+            prepare = kernel.prepare[x.dtype]
+            lines, numbers = (_AT_ONCE // kernel.lines * each for each in (kernel.lines, kernel.words))
         jobs.append((prepare, rows, (x.data_ptr(), left.data_ptr(), inputs, length, block), (x, left)))
     of_job, parts = [left.data_ptr(), rows, length, terms, lines, numbers, together], 0
     for each, bias, out in zip(weights, biases, outs, strict=True):
@@ -221,8 +170,6 @@ def product(
 
 _tile: Any = tile_of(2, "sums", range(1, MOST_ROWS + 1))
 _tile_of_halves: Any = tile_of(2, "halves", range(1, MOST_ROWS + 1))
-_tile_of_bytes: Any = tile_of(2, "bytes")
-_tile_of_nibbles: Any = tile_of(2, "nibbles")
 
 
 def multiplying(types: tuple[Any, Any, Any], add: Any, tiling: tuple[int, int, int]) -> Callable[[Any], None]:
@@ -233,17 +180,6 @@ def multiplying(types: tuple[Any, Any, Any], add: Any, tiling: tuple[int, int, i
         _multiply(address, left, kind, number, add, tiling)
 
     return multiply_panels
-
-
-def _round_floats(address: Any) -> None:
-    _round(address, np.float32)
-
-
-def _round_halves(address: Any) -> None:
-    _round(address, np.uint16)
-
-
-_ROUNDING = {torch.float32: _round_floats, torch.bfloat16: _round_halves}
 
 
 def _order_halves(address: Any) -> None:
@@ -262,73 +198,15 @@ def _order_halves(address: Any) -> None:
 
 
 @jit_part
-def _round(address, number):
-    """Round rows to integers times a scale. Each block is followed by the correction for `_ZERO`, and the scale."""
-    _, rows, x_at, out_at, inputs, length, block = array_at(address, (7,), np.int64)
-    x, out = array_at(x_at, (rows, inputs), number), array_at(out_at, (rows, length), np.int32)
-    line = np.zeros(-(-inputs // block) * block, np.float32)
-    row = claim_part(address)
-    while row < rows:
-        for i in range(inputs):
-            line[i] = widen(x[row, i])
-        for place in range(0, len(line), block):
-            begin, size = place // block * (block // 4 + 2), block // 4 + 2
-            if block == 64:  # constants become vector instructions
-                round_block(line[place : place + 64], out[row, begin : begin + size], 64)
-            else:
-                round_block(line[place : place + 32], out[row, begin : begin + size], 32)
-        row = claim_part(address)
-
-
-@jit_part
-def round_block(line, out, count):
-    """Round a block. A number that is not finite makes the scale, and so every product, not finite."""
-    bits, highest, total = line.view(np.int32), np.int32(0), np.int32(0)
-    for i in range(count):
-        highest = max(highest, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
-    largest, numbers = np.int32(highest).view(np.float32), out.view(np.int8)
-    factor = _F(_LARGEST) / largest if _SMALLEST < largest < np.inf else _F(0.0)
-    for i in range(count):
-        rounded = np.int32(np.rint(line[i] * factor)) if factor > 0 else np.int32(0)
-        numbers[i] = np.int8(rounded)
-        total = np.int32(total + rounded)
-    out[-2] = -_ZERO * total
-    out[-1] = _F(largest / _F(_LARGEST)).view(np.int32)
-
-
-@jit_part
-def _add_products(x, at, length, packed, place, ahead, step, sums, to, rows, lines):
+def _add_products(left, right, out, rows, lines):
     """Add the sums of a block to those of earlier blocks."""
-    _tile((x, at, length, 1), (packed, place, COLUMNS, ahead, step), (sums, to, COLUMNS), rows, lines)
+    _tile((*left, 1), right, out, rows, lines)
 
 
 @jit_part
-def _add_by_halves(x, at, length, packed, place, ahead, step, sums, to, rows, lines):
+def _add_by_halves(left, right, out, rows, lines):
     """Sum every 64th product. Then add each sum to the one 32 further on, these to those 16 further on, and so on."""
-    weights = packed, place, COLUMNS, ahead, step
-    _tile_of_halves((x, at, length, 2), weights, (sums, to, COLUMNS), rows, 2 * lines // _SUMS)
-
-
-@jit_part
-def _add_bytes(x, at, length, packed, place, ahead, step, sums, to, rows, lines):
-    _add_quantized(_tile_of_bytes, 16, 16, x, at, length, packed, place, ahead, step, sums, to, rows, lines)
-
-
-@jit_part
-def _add_nibbles(x, at, length, packed, place, ahead, step, sums, to, rows, lines):
-    _add_quantized(_tile_of_nibbles, 4, 8, x, at, length, packed, place, ahead, step, sums, to, rows, lines)
-
-
-@jit_part
-def _add_quantized(tile, block, own, x, at, length, packed, place, ahead, step, sums, to, rows, lines):
-    """Add the sums of blocks with scales: `block` lines of the weight and `own` int32 of a row each.
-
-    Constant arguments take a third less time, here and for the sizes of a matrix.
-    """
-    for i in range(lines // (block + 1)):
-        line = i * (block + 1) * COLUMNS
-        weights = packed, place + line, COLUMNS, ahead + line * step // CACHE_LINE, step
-        tile((x, at + i * (own + 2), length, 1), weights, (sums, to, COLUMNS), rows, block)
+    _tile_of_halves((*left, 2), right, out, rows, 2 * lines // _SUMS)
 
 
 @jit_part
@@ -363,7 +241,8 @@ def _multiply(address, left, kind, number, add, tiling):
                     at, ahead, step = first * length + line // lines * numbers, place, 0
                     if rows >= fetched:  # fetching a line twice costs less than missing one
                         ahead, step = place + (lines + count * tile // tiles) * COLUMNS, -(-CACHE_LINE // tiles)
-                    add(x, at, length, packed, place, ahead, step, sums, first * COLUMNS, end - first, count)
+                    right, to = (packed, place, COLUMNS, ahead, step), (sums, first * COLUMNS, COLUMNS)
+                    add((x, at, length), right, to, end - first, count)
             begin = panel * COLUMNS
             count = min(COLUMNS, outputs - begin)
             for row in range(rows):
@@ -390,8 +269,4 @@ _ENTRIES = {
     (torch.float32, torch.float32): multiplying((np.float32, np.float32, np.float32), _add_products, _TILING),
     (torch.int32, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_products, _TILING),
     (torch.bfloat16, torch.bfloat16): multiplying((np.float32, np.int32, np.uint16), _add_by_halves, _TILING_OF_HALVES),
-    (torch.uint8, torch.float32): multiplying((np.int32, np.int32, np.float32), _add_bytes, TILING_OF_QUANTIZED),
-    (torch.uint8, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_bytes, TILING_OF_QUANTIZED),
-    (torch.int8, torch.float32): multiplying((np.int32, np.int32, np.float32), _add_nibbles, TILING_OF_QUANTIZED),
-    (torch.int8, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_nibbles, TILING_OF_QUANTIZED),
 }

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from lookahead.documents.byte_sources import opened
-from lookahead.kernels import gguf_product, large_pages
+from lookahead.errors import ConfigError
+from lookahead.kernels import block_product, large_pages
+from lookahead.loading.quantized import resolve_quantize
 from lookahead.utils import cpu_features
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,6 +87,8 @@ def test_a_pipe_is_read_where_no_open_waits_for_its_writer(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("name", "is_served"), [("arm64", True), ("aarch64", True), ("AMD64", False)])
 def test_blocks_of_gguf_files_are_multiplied_on_arm_and_not_on_old_x86(name, is_served, monkeypatch):
-    monkeypatch.setattr(gguf_product, "FEATURES", {})
-    monkeypatch.setattr(gguf_product.platform, "machine", lambda: name)
-    assert gguf_product.is_supported() == is_served
+    monkeypatch.setattr(block_product, "FEATURES", {})
+    monkeypatch.setattr(block_product.platform, "machine", lambda: name)
+    assert block_product.is_supported() == is_served
+    with nullcontext() if is_served else pytest.raises(ConfigError, match="int4' needs a CPU with instructions for fl"):
+        resolve_quantize("int4", torch.device("cpu"))

@@ -18,7 +18,9 @@ from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.cpu.product_bits import Kind, Layout, best_layout, takes_any_rows
 from lookahead.backend.protocol import BitPolicy
-from lookahead.kernels import microkernel, packed_product
+from lookahead.kernels import block_tiles, microkernel, packed_product
+from lookahead.kernels.block_formats import FORMATS
+from lookahead.kernels.block_tiles import Group
 from tests.support.products import cancelling_rows, half_model, kept_choice, run
 
 SIZES = 64  # of which the inputs of a weight in bfloat16 are a multiple, whatever the CPU
@@ -227,7 +229,7 @@ def test_rows_that_count_as_those_alone_have_these_bits_whatever_is_multiplied(o
         assert torch.equal(linear(x, weight, added), torch.cat([linear(each, weight, added) for each in x.split(1)]))
 
 
-def assembly_for_arm(kind: str, rows: int, features: str) -> str:
+def assembly_for_arm(kind: str | Group, rows: int, features: str) -> str:
     """What LLVM makes of a tile for 64-bit ARM, with the steps between lines known and the terms not."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
@@ -238,9 +240,12 @@ def assembly_for_arm(kind: str, rows: int, features: str) -> str:
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), "product")
     x, weight, out, terms = function.args
     builder = ir.IRBuilder(function.append_basic_block())
-    steps = [whole(each) for each in (0, 576, 1)], [whole(each) for each in (0, columns, 512 * columns, 64)]
-    operands = (x, *steps[0]), (weight, *steps[1]), (out, whole(0), whole(columns)), terms
-    microkernel.emit_tile(builder, kind, (rows, 2), operands)
+    row, line = [whole(each) for each in (0, 576, 1)], [whole(each) for each in (0, columns, 512 * columns, 64)]
+    to = out, whole(0), whole(columns)
+    if isinstance(kind, Group):
+        block_tiles._emit_groups(builder, kind, rows, ((x, *row[:2]), (weight, *line), to), terms)
+    else:
+        microkernel.emit_tile(builder, kind, (rows, 2), ((x, *row), (weight, *line), to, terms))
     builder.ret_void()
     parsed = llvm.parse_assembly(str(module))
     parsed.triple = "aarch64-unknown-linux-gnu"
@@ -251,7 +256,7 @@ def assembly_for_arm(kind: str, rows: int, features: str) -> str:
 
 
 @pytest.mark.parametrize("features", ["", "+sve"])
-@pytest.mark.parametrize("kind", ["sums", "halves", "bytes", "nibbles"])
+@pytest.mark.parametrize("kind", ["sums", "halves", FORMATS["int8"].group, FORMATS["Q4_1"].group], ids=str)
 def test_tiles_compile_for_arm_to_fused_products_and_no_calls(kind, features, monkeypatch):
     monkeypatch.setattr(microkernel, "FEATURES", {})
     for rows in (1, microkernel.ROWS):

@@ -9,8 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numba
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,14 +24,14 @@ from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.cli.app import app
 from lookahead.errors import HeadsError
-from lookahead.kernels import microkernel, packed_product
+from lookahead.kernels import block_formats, packed_product
 from lookahead.loading.quantized import Int4Config, Int8Config, QuantizedLinear, resolve_quantize
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build, for_cpus
 from tests.support.small_layers import serving
 
 HALF, SINGLE = torch.bfloat16, torch.float32
-CONFIGS = {8: Int8Config, 4: Int4Config}
+CONFIGS, KINDS = {8: Int8Config, 4: Int4Config}, {8: "int8", 4: "Q4_1"}
 widths = pytest.mark.parametrize("bits", CONFIGS)
 DRAFTED = LookaheadConfig(draft="fixed", min_probability=0.0)
 PROMPT = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])
@@ -146,13 +144,10 @@ def rounded(numbers: torch.Tensor, size: int) -> torch.Tensor:
     return (whole.double() * (largest / 127)).flatten(-2)[..., : numbers.shape[-1]]
 
 
-def nibbles_of(layer: QuantizedLinear) -> torch.Tensor:
-    """The weights of 4 bits that a layer holds: 4 lines of 32 for so many outputs, and of these what 0 and 1 mean."""
-    lines = layer.weight.unflatten(1, (-1, 5)).unflatten(3, (-1, 4))
-    whole, (least, step) = lines[:, :, :4], lines[:, :, 4].contiguous().view(HALF).double().unbind(-1)
-    numbers = torch.stack([whole & 15, whole >> 4 & 15], 3).permute(0, 4, 1, 2, 3, 5).flatten(3)
-    wide = numbers * step.movedim(2, 1)[..., None] - 128 * least.movedim(2, 1)[..., None]
-    return wide.flatten(2).flatten(0, 1)[: layer.out_features, : layer.in_features]
+def weights_of(layer: QuantizedLinear) -> torch.Tensor:
+    """The weights that a layer holds."""
+    rows = block_formats.rows_of(layer.weight, layer.kind, torch.arange(layer.out_features))
+    return rows.double()[:, : layer.in_features]
 
 
 @widths
@@ -164,8 +159,10 @@ def test_a_product_is_that_of_what_is_rounded_and_a_row_is_the_same_in_any_compa
     torch.manual_seed(outputs)
     own = nn.Linear(inputs, outputs, bias=bias).to(dtype)
     with torch.inference_mode():
-        layer = QuantizedLinear(own, bits)
-        size, weight = (64, rounded(own.weight, 64)) if bits == 8 else (32, nibbles_of(layer))
+        layer = QuantizedLinear(own, KINDS[bits])
+        size, weight = {8: 64, 4: 32}[bits], weights_of(layer)
+        if bits == 8:
+            assert torch.equal(weight.float(), rounded(own.weight, 64).float())
         x = torch.randn(20, inputs).to(dtype)
         x[::8, inputs // 2] = 30.0
         expected = linear(rounded(x, size), weight, None if own.bias is None else own.bias.double())
@@ -182,7 +179,9 @@ def test_weights_of_4_bits_are_nearer_than_16_equal_steps_from_the_least_to_the_
     with torch.no_grad():
         own.weight.normal_()
         own.weight[3], own.weight[:, 0] = 0.25, 9.0
-        weights, near = (each.unflatten(1, (-1, 32)) for each in (own.weight, nibbles_of(QuantizedLinear(own, 4))))
+        weights, near = (
+            each.unflatten(1, (-1, 32)) for each in (own.weight, weights_of(QuantizedLinear(own, KINDS[4])))
+        )
     least, most = weights.aminmax(dim=2, keepdim=True)
     step = ((most - least) / 15).clamp_min(1e-30)
     plain = ((weights - least) / step).round() * step + least
@@ -193,48 +192,16 @@ def test_weights_of_4_bits_are_nearer_than_16_equal_steps_from_the_least_to_the_
 @widths
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 def test_numbers_that_are_not_finite_stay_visible(wrong, bits):
-    x, layer = torch.randn(3, 130), QuantizedLinear(nn.Linear(130, 5), bits)
+    x, layer = torch.randn(3, 130), QuantizedLinear(nn.Linear(130, 5), KINDS[bits])
     x[1, 100] = wrong
     with torch.inference_mode():
         got = layer(x)
     assert not got[1].isfinite().any() and got[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["bytes", "nibbles"])
-def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(kind, monkeypatch):
-    rows, columns, lines = microkernel.ROWS, packed_product.COLUMNS, {"bytes": 16, "nibbles": 4}[kind]
-    terms, least = (16, 1) if kind == "bytes" else (8, 0)
-    left = torch.randint(-127, 128, (rows, 4 * (terms + 2)), dtype=torch.int8).numpy().view(np.int32)
-    right = torch.randint(least, 256, ((lines + 1) * 4 * columns,), dtype=torch.uint8).numpy().view(np.int32)
-    numbers = left[:, :terms].copy().view(np.int8).astype(int)
-    left[:, terms], left[:, terms + 1] = -128 * numbers.sum(1), np.float32(0.5).view(np.int32)
-    # The upper bfloat16 is the step; of bytes both are one float32.
-    right[lines * columns :] = np.float32(0.5).view(np.int32) + (0 if kind == "bytes" else 0x3D80)  # and 1 / 16
-    products = []
-    none = {"avx512vnni": False, "avxvnni": False}
-    for features in ({}, {**microkernel.FEATURES, **none}, microkernel.FEATURES):
-        monkeypatch.setattr(microkernel, "FEATURES", features)
-        tile = microkernel.tile_of(2, kind)
-
-        @numba.njit
-        def product(left, right, out, tile=tile):
-            tile((left, 0, terms + 2, 1), (right, 0, columns), (out, 0, columns), rows, lines)
-
-        products.append(np.ones(rows * columns, np.float32))
-        product(left.ravel(), right, products[-1])
-    held = right[: lines * columns].view(np.uint8).reshape(lines, columns, 4).transpose(0, 2, 1)
-    if kind == "nibbles":
-        held = np.stack([held & 15, held >> 4], 1)
-    weights = held.reshape(4 * terms, columns).astype(int) - (
-        128 if kind == "bytes" else 16
-    )  # 1 / 16 over 0.5 times 128
-    assert np.array_equal(products[0].reshape(rows, columns), 1 + numbers @ weights * 0.25)
-    assert all(np.array_equal(each, products[0]) for each in products)
-
-
 @widths
 def test_products_on_several_threads_have_the_same_bits(bits):
-    layer, x = QuantizedLinear(nn.Linear(1536, 2000).bfloat16(), bits), torch.randn(17, 1536).bfloat16()
+    layer, x = QuantizedLinear(nn.Linear(1536, 2000).bfloat16(), KINDS[bits]), torch.randn(17, 1536).bfloat16()
     before, products = torch.get_num_threads(), list[torch.Tensor]()
     with torch.inference_mode():
         for threads in (1, 3):
@@ -249,12 +216,12 @@ def test_an_output_without_weights_is_its_bias(bits):
     own = nn.Linear(8, 3)
     with torch.no_grad():
         own.weight[1] = 0.0
-        assert torch.equal(QuantizedLinear(own, bits)(torch.randn(2, 8))[:, 1], own.bias[1].expand(2))
+        assert torch.equal(QuantizedLinear(own, KINDS[bits])(torch.randn(2, 8))[:, 1], own.bias[1].expand(2))
 
 
 @widths
 def test_what_a_quantized_layer_cannot_do_is_an_error(bits):
-    layer = QuantizedLinear(nn.Linear(8, 4), bits)
+    layer = QuantizedLinear(nn.Linear(8, 4), KINDS[bits])
     with pytest.raises(UnsupportedModelError, match=f"weights of {bits} bits have no gradient"):
         layer(torch.randn(2, 8, requires_grad=True))
     with pytest.raises(UnsupportedModelError, match="are multiplied on a CPU, got a tensor on meta"):
@@ -286,7 +253,8 @@ def test_a_model_is_quantized_by_name_and_its_output_layer_to_8_bits(bits, named
     model, tokenizer = lookahead.load(named, dtype="bf16", device="cpu", quantize=f"int{bits}")
     assert model.dtype == HALF and model.is_quantized
     assert model.lm_head.weight is not model.get_input_embeddings().weight
-    assert [each.bits for each in model.modules() if isinstance(each, QuantizedLinear)] == [bits] * 14 + [8]
+    kinds = [layer.kind for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+    assert kinds == [KINDS[bits]] * 14 + ["int8"]
     compare(model, **tokenizer("abcabc", return_tensors="pt"), do_sample=False)
 
 
@@ -296,7 +264,7 @@ def test_without_a_dtype_a_quantized_model_is_loaded_in_bf16_where_it_is_drafted
 
 
 def test_a_weight_of_8_bits_reads_half_of_the_bytes_and_one_of_4_a_third():
-    sizes = [QuantizedLinear(nn.Linear(1024, 64), bits).weight.nbytes for bits in CONFIGS]
+    sizes = [QuantizedLinear(nn.Linear(1024, 64), KINDS[bits]).weight.nbytes for bits in CONFIGS]
     assert sizes == [1024 * 64 * 17 // 16, 1024 * 64 * 5 // 8]
 
 
@@ -392,7 +360,7 @@ def test_step_costs_and_jobs_of_a_quantized_model_are_kept_apart(named, tmp_path
 
 
 def test_weights_that_are_laid_out_for_another_cpu_are_refused(monkeypatch):
-    layer = QuantizedLinear(nn.Linear(64, 40))
+    layer = QuantizedLinear(nn.Linear(64, 40), "int8")
     monkeypatch.setattr(packed_product, "COLUMNS", packed_product.COLUMNS * 2)
     with pytest.raises(UnsupportedModelError, match="load and quantize the model here"):
         layer(torch.ones(1, 64))

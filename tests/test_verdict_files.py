@@ -155,7 +155,7 @@ def test_nothing_is_kept_where_another_process_could_not_tell_what_runs(change, 
 
 def _quantized() -> LlamaForCausalLM:
     model = llama().bfloat16()
-    model.set_submodule("lm_head", QuantizedLinear(model.lm_head))
+    model.set_submodule("lm_head", QuantizedLinear(model.lm_head, "int8"))
     return model
 
 

@@ -22,7 +22,7 @@ from lookahead.backend.calibration import calibrate_quickly
 from lookahead.config import refuses_removed
 from lookahead.drafting.cost_model import StepCost
 from lookahead.errors import ConfigError, warn
-from lookahead.loading.block_layers import QUANTIZED_LAYERS
+from lookahead.loading.quantized import QUANTIZED_LAYERS
 from lookahead.model.model_state import state_of
 from lookahead.utils.atomic import read_json, write_atomically
 from lookahead.utils.locks import locked

@@ -65,7 +65,7 @@ def explain(options: ExplainOptions) -> None:
         check_page(options.html, "html", "explain")
     loaded = load(options)
     from lookahead import trace
-    from lookahead.loading.block_layers import weight_count
+    from lookahead.loading.quantized import weight_count
     from lookahead.reporting.trace_page import render_trace, source_rows, step_rows, total_line
 
     prompt = options.prompt_of(loaded.tokenizer, text)

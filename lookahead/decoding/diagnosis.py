@@ -22,9 +22,8 @@ from lookahead.decoding.comparison import PROMPTS, compare
 from lookahead.decoding.path_report import backend_report
 from lookahead.kernels import scalars
 from lookahead.kernels.microkernel import FEATURES
-from lookahead.loading.block_layers import weight_count
 from lookahead.loading.loading import LoadedModel
-from lookahead.loading.quantized import QuantizedLinear
+from lookahead.loading.quantized import QuantizedLinear, weight_count
 from lookahead.model.model_state import state_of
 from lookahead.model.private_names import missing_names
 from lookahead.ngram import search

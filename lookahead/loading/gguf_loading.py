@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from lookahead.errors import UnsupportedModelError
-from lookahead.kernels import gguf_blocks
-from lookahead.loading.block_layers import BlockConfig
+from lookahead.kernels import block_formats
 from lookahead.loading.checkpoints import load_weights
 from lookahead.loading.gguf_plan import PlacedTensor, RowOrders, planned_once, processor_of, tensor_bytes
+from lookahead.loading.quantized import BlockConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +53,7 @@ def load_blocks(file: Path, dtype: torch.dtype) -> PreTrainedModel:
 def _laid_out(file: Path, tensor: PlacedTensor, orders: RowOrders) -> Tensor:
     blocks = tensor_bytes(file, tensor).reshape(tensor.shape[0], -1)
     try:
-        return gguf_blocks.lay_out(blocks, tensor.kind, orders.of(tensor.name, tensor.shape))
+        return block_formats.lay_out(blocks, tensor.kind, orders.of(tensor.name, tensor.shape))
     except ValueError as error:
         raise UnsupportedModelError(f"model {file.name}: {tensor.name}: {error}") from error
 

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file, and which of them are multiplied as they are stored.
 
-A linear layer or an embedding keeps its blocks if their type is one of `gguf_blocks.TYPES` and transformers at most
+A linear layer or an embedding keeps its blocks if their type is one of `block_formats.FORMATS` and transformers at most
 reorders the rows of its tensor. Other tensors are dequantized. The configuration, the tokenizer and the plan of tensors
 take seconds to read, and are kept in a small folder.
 """
@@ -122,13 +122,13 @@ def _describe(file: Path, announce: Callable[[str], None] | None, folder: Path) 
 
 def plan_of(reader: Any, model: PreTrainedModel) -> Plan:
     """Assign the tensors of a file to the parameters of a model, which may be on the meta device."""
-    from lookahead.kernels import gguf_product
+    from lookahead.kernels import block_product
 
     architecture = reader.fields["general.architecture"].contents()
     processor, places = processor_of(architecture, model.config), _places_of(architecture, model)
     if processor is None or not places:
         return Plan(architecture, f"transformers reads {architecture} in another way", [], {})
-    if not gguf_product.is_supported():
+    if not block_product.is_supported():
         return Plan(architecture, "this CPU has no instructions for float16", [], {})
     orders, parameters = RowOrders(processor), dict(model.named_parameters())  # tied ones once
     tensors = [_placed(each, places[each.name]) for each in reader.tensors if each.name in places]
@@ -243,11 +243,11 @@ def _keeps_blocks(tensor: PlacedTensor, model: PreTrainedModel, orders: RowOrder
     """Whether the layer of a tensor is plain, and can use its blocks unchanged except for the order of rows."""
     import torch
 
-    from lookahead.kernels.gguf_blocks import TYPES
+    from lookahead.kernels.block_formats import FORMATS
 
     name, _, parameter = tensor.place.rpartition(".")
     layer: Any = model.get_submodule(name)
-    of_kind = TYPES.get(tensor.kind)
+    of_kind = FORMATS.get(tensor.kind)
     if of_kind is None or parameter != "weight" or type(layer) not in (torch.nn.Linear, torch.nn.Embedding):
         return False
     if tuple(layer.weight.shape) != tensor.shape or tensor.shape[1] % of_kind.inputs:

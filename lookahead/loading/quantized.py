@@ -1,18 +1,16 @@
-"""Weights of 8 or 4 bits for the linear layers of a model on a CPU, quantized by transformers while loading.
+"""Linear layers and embeddings with quantized weights on a CPU, and the transformers quantizers that install them.
 
-Every 64 weights of an output, and every 64 activations of a row, share a scale: they are integers from -127 to 127
-times the scale. 4-bit weights are an offset plus integers from 0 to 15 times the scale. A pass over few tokens is bound
-by reading the weights, which are half as large as in bfloat16, or little more than a quarter. A pass over many tokens
-multiplies bytes, at least twice as many at a time. A row's product does not depend on other rows, so `model.generate`,
-prompts and drafts have the same bits.
-
-Source of both block formats: Q8_0 and Q4_1 of llama.cpp, which have blocks of 32 numbers.
+Weights are rounded while a model is loaded, or are those of a GGUF file. Activations are rounded too: every block of a
+row to integers from -127 to 127 times a scale. A pass over few tokens is bound by reading the weights, which are half
+as large as in bfloat16, or little more than a quarter. A pass over many tokens multiplies bytes, at least twice as many
+at a time. A row's product does not depend on other rows, so `model.generate`, prompts and drafts have the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +20,28 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.kernels import packed_product
+from lookahead.kernels import block_formats, block_product, packed_product
+from lookahead.kernels.block_formats import FORMATS
 from lookahead.kernels.packed_product import PackedWeight
 
 _DTYPES = torch.float32, torch.bfloat16  # dtypes of rows that the kernel accepts
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with weights of 8 or 4 bits, for inference on a CPU. It shares the original's bias."""
+    """A linear layer with quantized weights, for inference on a CPU. It shares the original's bias.
 
-    def __init__(self, linear: nn.Linear, bits: int = 8) -> None:
+    Attributes:
+        kind: The format of its weights, one of `FORMATS`.
+        weight: int32, in the layout of `block_formats`.
+    """
+
+    def __init__(self, linear: nn.Linear, kind: str, weight: nn.Parameter | None = None) -> None:
+        """Round the weights of a linear layer, or take a parameter with the blocks of a file."""
         super().__init__()
-        self.bits, self.kind = bits, f"int{bits}"
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        # uint8 or int8, in the layout of `kernels.packed_product`
-        self.weight = nn.Parameter(packed_product.quantize(linear.weight, bits), requires_grad=False)
+        self.kind, self.in_features, self.out_features = kind, linear.in_features, linear.out_features
+        if weight is None:
+            weight = nn.Parameter(block_formats.quantize(linear.weight, kind), requires_grad=False)
+        self.weight = weight
         self.bias: nn.Parameter | None
         self.register_parameter("bias", linear.bias)
 
@@ -47,7 +52,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product with rows `[..., in_features]`, in their dtype."""
-        weights = f"weights of {self.bits} bits"
+        weights = f"weights of {FORMATS[self.kind].group.bits} bits"
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x must have rows of {self.in_features} numbers, got {x.shape[-1]}")
         if x.device.type != "cpu" or self.weight.device.type != "cpu":
@@ -59,58 +64,114 @@ class QuantizedLinear(nn.Module):
         return packed_product.multiply(self.packed(), rows, bias).to(x.dtype)
 
     def packed(self) -> PackedWeight:
-        """The weight in the form of `kernels.packed_product`."""
-        self.check_layout()
-        return PackedWeight.of(self.weight, self.out_features)
+        """The weight in the form of `kernels.packed_product`.
 
-    def check_layout(self) -> None:
-        """Raise UnsupportedModelError for unpickled weights with the layout of another CPU."""
-        if self.weight.shape[2] * self.weight.itemsize != 4 * packed_product.COLUMNS:
+        Raises:
+            UnsupportedModelError: The weight was unpickled, and has the layout of another CPU.
+        """
+        if self.weight.shape[2] != packed_product.COLUMNS:
             raise UnsupportedModelError("these weights are laid out for another CPU; load and quantize the model here")
+        return block_product.weight_of(self.weight, self.kind, self.out_features)
 
     def multiplies(self, dtype: torch.dtype) -> bool:
         """Whether the kernel accepts rows of a dtype, and the bias as it is."""
         return dtype in _DTYPES and (self.bias is None or self.bias.dtype == dtype)
 
 
-def quantize_linears(module: nn.Module, bits_of: Callable[[nn.Linear], int]) -> int:
-    """Quantize a module's linear layers in place to `bits_of(layer)` bits: 8, 4 or 0 for none; returns their number."""
-    made: dict[nn.Module, QuantizedLinear] = {}  # for layers used in several places
+class QuantizedEmbedding(nn.Module):
+    """An embedding with the weights of a GGUF file, which the output layer may share.
+
+    Its rows are those of `gguf.quants.dequantize`, rounded to the dtype of the model.
+    """
+
+    def __init__(self, embedding: nn.Embedding, kind: str, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.kind, self.num_embeddings, self.embedding_dim = kind, embedding.num_embeddings, embedding.embedding_dim
+        self.weight = weight
+        # Follows the dtype of the model, as a weight would.
+        self.register_buffer("like", torch.empty(0, dtype=embedding.weight.dtype, device="cpu"), persistent=False)
+
+    def extra_repr(self) -> str:
+        """The sizes, for the model's `repr`."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.kind}"
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of ids `[...]`: `[..., embedding_dim]`."""
+        rows = ids.reshape(-1)
+        least, most = map(int, rows.aminmax()) if rows.numel() else (0, 0)
+        if least < 0 or most >= self.num_embeddings:
+            raise IndexError(f"ids must be from 0 to {self.num_embeddings - 1}, got {least} to {most}")
+        values = block_formats.rows_of(self.weight, self.kind, rows).to(cast(Tensor, self.like).dtype)
+        return values.view(*ids.shape, self.embedding_dim)
+
+
+QUANTIZED_LAYERS = QuantizedLinear, QuantizedEmbedding
+"""The layers with a `kind`, the format of their weights."""
+
+
+def quantize_linears(module: nn.Module, kind_of: Callable[[nn.Linear], str]) -> int:
+    """Round linear layers of a module in place to the format `kind_of(layer)`, unless empty; returns their number."""
+    rounded: dict[nn.Module, QuantizedLinear] = {}  # for layers used in several places
     for parent in list(module.modules()):
         for name, layer in parent._modules.items():
-            if type(layer) is nn.Linear and (bits := bits_of(layer)):
-                made[layer] = made.get(layer) or QuantizedLinear(layer, bits)
-                parent._modules[name] = made[layer]
-    return len(made)
+            if type(layer) is nn.Linear and (kind := kind_of(layer)):
+                rounded[layer] = rounded.get(layer) or QuantizedLinear(layer, kind)
+                parent._modules[name] = rounded[layer]
+    return len(rounded)
+
+
+def weight_count(model: nn.Module) -> int:
+    """Number of weights of a model. An element of a quantized parameter holds several."""
+    counts = {
+        id(layer.weight): layer.in_features * layer.out_features
+        for layer in model.modules()
+        if isinstance(layer, QuantizedLinear)
+    }
+    counts |= {
+        id(layer.weight): layer.num_embeddings * layer.embedding_dim
+        for layer in model.modules()
+        if isinstance(layer, QuantizedEmbedding)
+    }
+    return sum(counts.get(id(weight), weight.numel()) for weight in model.parameters())
+
+
+def kinds_in_words(model: nn.Module) -> str:
+    """The number of layers per format, and the dequantized formats of a file; empty if there are none."""
+    kinds = Counter(layer.kind for layer in model.modules() if isinstance(layer, QUANTIZED_LAYERS))
+    counts = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+    config: Any = getattr(model, "config", None)
+    others = getattr(getattr(config, "quantization_config", None), "dequantized", ())
+    return f"{counts}; dequantized: {', '.join(others)}" if others else counts
 
 
 class _Config(QuantizationConfigMixin):
-    bits: int
+    name: str
+    kind: str
 
     def __init__(self, **kwargs: Any) -> None:
-        self.quant_method: Any = f"lookahead_int{self.bits}"
+        self.quant_method: Any = f"lookahead_{self.name}"
 
 
 @register_quantization_config("lookahead_int8")
 class Int8Config(_Config):
     """The argument `quantization_config` of `from_pretrained` for weights of 8 bits."""
 
-    bits = 8
+    name, kind = "int8", "int8"
 
 
 @register_quantization_config("lookahead_int4")
 class Int4Config(_Config):
     """The same for weights of 4 bits; the output layer, which decides between tokens, gets 8 bits."""
 
-    bits = 4
+    name, kind = "int4", "Q4_1"
 
 
-QUANTIZED = {"int8": Int8Config, "int4": Int4Config}
+QUANTIZED = {config.name: config for config in (Int8Config, Int4Config)}
 OWN_BLOCKS = "gguf"
 """The `quantize` name for weights in the blocks of a GGUF file."""
 
 
-class InferenceQuantizer(HfQuantizer):
+class _InferenceQuantizer(HfQuantizer):
     """A transformers quantizer for models that are neither saved nor trained; save the original model instead."""
 
     def is_serializable(self, **kwargs: Any) -> bool:
@@ -125,17 +186,50 @@ class InferenceQuantizer(HfQuantizer):
 
 @register_quantizer("lookahead_int8")
 @register_quantizer("lookahead_int4")
-class _Quantizer(InferenceQuantizer):
+class _Quantizer(_InferenceQuantizer):
     """Quantizes the linear layers of a loaded model, including the output layer."""
 
     quantization_config: _Config
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        head, bits = model.get_output_embeddings(), self.quantization_config.bits
-        if not quantize_linears(model, lambda layer: 8 if layer is head else bits):
+        head, kind = model.get_output_embeddings(), self.quantization_config.kind
+        if not quantize_linears(model, lambda layer: "int8" if layer is head else kind):
             raise UnsupportedModelError(f"{type(model).__name__} has no linear layers to quantize")
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False  # the embedding is not quantized
+        return model.requires_grad_(False)
+
+
+@register_quantization_config("lookahead_gguf")
+class BlockConfig(QuantizationConfigMixin):
+    """The argument `quantization_config` of `from_pretrained` for weights in the blocks of a GGUF file.
+
+    Args:
+        kinds: Formats by layer name.
+        dequantized: Other formats, whose tensors are dequantized.
+    """
+
+    def __init__(self, kinds: dict[str, str] | None = None, dequantized: Sequence[str] = (), **kwargs: Any) -> None:
+        self.quant_method: Any = "lookahead_gguf"
+        self.kinds, self.dequantized = dict(kinds or {}), list(dequantized)
+
+
+@register_quantizer("lookahead_gguf")
+class _BlockQuantizer(_InferenceQuantizer):
+    """Replaces linear layers and embeddings before weights are loaded."""
+
+    quantization_config: BlockConfig
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for name, kind in self.quantization_config.kinds.items():
+            layer = cast(Any, model.get_submodule(name))
+            shape = block_formats.packed_shape(kind, *layer.weight.shape)
+            weight = nn.Parameter(torch.empty(shape, dtype=torch.int32, device="meta"), requires_grad=False)
+            replacement = QuantizedEmbedding if type(layer) is nn.Embedding else QuantizedLinear
+            model.set_submodule(name, replacement(layer, kind, weight))
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         return model.requires_grad_(False)
 
 
@@ -151,4 +245,6 @@ def resolve_quantize(name: str | None, device: torch.device) -> _Config | None:
     if device.type != "cpu":
         remedy = "name the device cpu, or a model whose weights come quantized"
         raise ConfigError(f"quantize={name!r} is for a CPU, got the device {device}: {remedy}")
+    if name == "int4" and not block_product.is_supported():
+        raise ConfigError("quantize='int4' needs a CPU with instructions for float16; quantize must be int8 or None")
     return QUANTIZED[name]() if name in QUANTIZED else None

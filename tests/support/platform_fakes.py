@@ -111,7 +111,7 @@ def main(name: str, model_folder: str, folder: str) -> None:
     pool, memory = os.path.join(folder, "pool.lkp"), os.path.join(folder, "model.lkm")
     for add in (False, True, True):
         build_pool(
-            pool, TokenSource([Input(str(text))], tokenizer, lambda totals, reject: None, None, 1 << 20), add=add
+            pool, TokenSource([Input(str(text))], tokenizer, lambda totals, reject: None, None, 1 << 20), adds=add
         )
     found = {}
     torch.set_num_threads(2)

@@ -21,7 +21,7 @@ from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import TokenTree
-from lookahead.loading.block_layers import kinds_in_words
+from lookahead.loading.quantized import kinds_in_words
 from lookahead.model.facts import decoder_vocabulary
 from lookahead.model.model_state import patched_attribute, plan_of, state_of
 from lookahead.model.stamp import form_of

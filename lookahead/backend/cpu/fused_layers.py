@@ -30,7 +30,6 @@ from lookahead.backend.cpu.linears import packed_weights
 from lookahead.errors import with_place
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
-from lookahead.loading.block_layers import BlockLinear
 from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.attention import registered_attention
 from lookahead.model.call_caches import CACHE
@@ -156,7 +155,7 @@ def _parts_of(layer: Any) -> LayerParts | None:
         and all(map(is_bare, (attention, mlp, mlp.act_fn)))
         and all(_is_plain_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
         # Products are called as modules whatever their weights, and overwritten: no hook may keep them.
-        and all(type(each) in (nn.Linear, QuantizedLinear, BlockLinear) and not is_offloaded(each) for each in linears)
+        and all(type(each) in (nn.Linear, QuantizedLinear) and not is_offloaded(each) for each in linears)
         and not any(is_set_by_user(each) for each in linears)
         and not any(each._forward_pre_hooks or each._forward_hooks for each in linears)
         and all("weight" in each._parameters for each in linears)  # a parametrization computes it at every call

@@ -21,8 +21,7 @@ from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.protocol import BitPolicy
 from lookahead.kernels import packed_product
 from lookahead.kernels.packed_product import PackedWeight
-from lookahead.loading.block_layers import BlockEmbedding
-from lookahead.loading.quantized import QuantizedLinear
+from lookahead.loading.quantized import QuantizedEmbedding, QuantizedLinear
 from lookahead.model.facts import modules_of_text
 from lookahead.model.foreign_layers import foreign_layers
 from lookahead.model.known_code import arithmetic_flags, multiplies_as_shipped
@@ -229,7 +228,7 @@ def has_other_products(model: nn.Module, apart: Iterable[nn.Module] = ()) -> boo
 
     The modules in `apart`, and their submodules, do not count.
     """
-    known = nn.Embedding, BlockEmbedding, QuantizedLinear
+    known = nn.Embedding, QuantizedEmbedding, QuantizedLinear
     ours = {*linear_layers(model), *(part for module in apart for part in module.modules())}
     others = (each for each in modules_of_text(model) if each not in ours and not isinstance(each, known))
     return any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False))

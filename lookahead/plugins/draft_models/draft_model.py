@@ -19,7 +19,7 @@ from lookahead.config import check_whole
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import ConfigError, ProposerError, warn
-from lookahead.loading.block_layers import weight_count
+from lookahead.loading.quantized import weight_count
 from lookahead.model.facts import (
     decoder_vocabulary,
     uncompiled,

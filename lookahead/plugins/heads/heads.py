@@ -50,5 +50,5 @@ class Heads:
         kind, network = open_heads(self._folder, model)
         if not isinstance(network, PreTrainedModel) and lm_head(model).weight.device.type == "cpu":
             # A pass over few guesses is bound by reading weights, and rounded weights guess as well.
-            quantize_linears(network, lambda layer: 8 if layer.weight.numel() >= FEWEST_WEIGHTS else 0)
+            quantize_linears(network, lambda layer: "int8" if layer.weight.numel() >= FEWEST_WEIGHTS else "")
         return kind, network, fresh_rates(network), defaultdict(PassTimes)

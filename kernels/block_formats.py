@@ -1,14 +1,15 @@
-"""Weights in the blocks of a GGUF file, laid out in panels: the numbers of the file in another order.
+"""The formats of quantized weights, and their layout in panels: the same numbers in another order.
 
-A block of 32 or 256 inputs of an output has numbers of 4 to 8 bits and float16 scales. In a panel, the blocks of
+A block of 32 to 256 inputs of an output has numbers of 4 to 8 bits, and scales. In a panel, the blocks of
 `COLUMNS` outputs are next to each other, as `kernels.block_tiles` multiplies them. Nothing is rounded: a row that is
 looked up equals the result of `gguf.quants.dequantize`.
 
-Source: llama.cpp, `ggml-common.h`, for the types; their dequantization in `gguf/quants.py`.
+Source: llama.cpp, `ggml-common.h`, for all formats but int8; their dequantization in `gguf/quants.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead.kernels.block_tiles import ROW_BLOCK, Group
+from lookahead.kernels.block_tiles import Group
 from lookahead.kernels.jobs import claim_part, run
 from lookahead.kernels.large_pages import zeros
 from lookahead.kernels.packed_product import COLUMNS
@@ -24,18 +25,26 @@ from lookahead.kernels.scalars import jit_part
 from lookahead.utils.addresses import array_at
 
 _SUPER = 256  # inputs of the larger blocks
+_AT_ONCE = 1 << 16  # weights that are rounded at a time, which fit a near cache
+_LARGEST, _SMALLEST = 127, 1e-30  # largest number of 8 bits; blocks with no larger weight are rounded to zeros
+_TURNS = 4  # iterations of rounding to 4 bits and of fitting a line
 _U = np.uint32
 
 
-class BlockType(NamedTuple):
-    """A block type.
+class Format(NamedTuple):
+    """A format of quantized weights.
 
     Attributes:
         inputs: Inputs of a block.
-        nbytes: Size of a block in a file.
-        group: Layout of the blocks.
+        nbytes: Bytes of a block, as in a file.
+        group: Layout of the blocks in a panel.
         zero: Offset subtracted from each number that has a scale and no minimum.
-        at: Offset of the first byte of the numbers of a block of 32; upper bits are in the 4 bytes before.
+        at: Offset of the first byte of the numbers of a block without 6-bit scales; upper bits are in the 4 bytes
+            before.
+        scale_at: Offset of the scale, float16, or float32 in int8.
+        has_minimum: Whether a float16 minimum follows it.
+        round: Rounds float32 weights `[outputs, blocks, inputs]` to blocks, uint8 `[outputs, blocks, nbytes]`; None for
+            formats that are only read.
     """
 
     inputs: int
@@ -43,28 +52,69 @@ class BlockType(NamedTuple):
     group: Group
     zero: int = 0
     at: int = 0
+    scale_at: int = 0
+    has_minimum: bool = False
+    round: Callable[[Tensor], Tensor] | None = None
 
 
-_FOUR, _FIVE, _EIGHT = Group(4, "pair"), Group(5, "pair"), Group(8, "pair")
-TYPES = {
-    "Q4_0": BlockType(32, 18, _FOUR, zero=8, at=2),
-    "Q4_1": BlockType(32, 20, _FOUR, at=4),
-    "Q5_0": BlockType(32, 22, _FIVE, zero=16, at=6),
-    "Q5_1": BlockType(32, 24, _FIVE, at=8),
-    "Q8_0": BlockType(32, 34, _EIGHT, at=2),
-    "Q4_K": BlockType(_SUPER, 144, Group(4, "small")),
-    "Q5_K": BlockType(_SUPER, 176, Group(5, "small")),
-    "Q6_K": BlockType(_SUPER, 210, Group(6, "halves")),
+def _to_bytes(blocks: Tensor) -> Tensor:
+    """Numbers from -127 to 127 times a scale, which comes first."""
+    largest = blocks.abs().amax(2, keepdim=True)
+    whole = (blocks * (_LARGEST / largest.clamp_min(_SMALLEST))).round_().to(torch.int8)
+    return torch.cat([(largest / _LARGEST).view(torch.uint8), whole.view(torch.uint8)], 2)
+
+
+def _to_nibbles(blocks: Tensor) -> Tensor:
+    """Numbers from 0 to 15 times a scale, plus a minimum. Each iteration reduces the squared error of a block."""
+    least, most = blocks.aminmax(dim=2, keepdim=True)
+    step, center, tiny = (most - least) / 15, blocks.mean(2, keepdim=True), torch.finfo(torch.float32).tiny
+    for _ in range(_TURNS):
+        halves = torch.cat([step, least], 2).half()
+        step, least = halves.float().split(1, 2)
+        whole = (blocks - least).div_(step.clamp_min(tiny)).round_().clamp_(0, 15)
+        mean = whole.mean(2, keepdim=True)
+        apart = whole - mean
+        step = (apart * blocks).sum(2, keepdim=True) / apart.square_().sum(2, keepdim=True).clamp_min_(tiny)
+        least = center - step * mean
+    low, high = whole.to(torch.uint8).chunk(2, 2)
+    return torch.cat([halves.view(torch.uint8), low | high << 4], 2)
+
+
+FOUR, FIVE, EIGHT, EIGHT_WIDE = Group(4, "pair"), Group(5, "pair"), Group(8, "pair"), Group(8, "single", 64)
+FOUR_SMALL, FIVE_SMALL, SIX = Group(4, "small"), Group(5, "small"), Group(6, "halves")
+FORMATS = {
+    "int8": Format(64, 68, EIGHT_WIDE, at=4, round=_to_bytes),
+    "Q4_0": Format(32, 18, FOUR, zero=8, at=2),
+    "Q4_1": Format(32, 20, FOUR, at=4, has_minimum=True, round=_to_nibbles),
+    "Q5_0": Format(32, 22, FIVE, zero=16, at=6),
+    "Q5_1": Format(32, 24, FIVE, at=8, has_minimum=True),
+    "Q8_0": Format(32, 34, EIGHT, at=2),
+    "Q4_K": Format(_SUPER, 144, FOUR_SMALL, has_minimum=True),
+    "Q5_K": Format(_SUPER, 176, FIVE_SMALL, has_minimum=True),
+    "Q6_K": Format(_SUPER, 210, SIX, scale_at=208),
 }
-"""The types that are multiplied as they are stored, by their names in files."""
+"""Formats by name. Those named as in GGUF files are multiplied as a file stores them.
+
+Blocks of 64 inputs are multiplied by many rows a sixth faster than those of Q8_0.
+"""
+
+
+def quantize(weight: Tensor, kind: str) -> Tensor:
+    """Round a weight `[outputs, inputs]` to a format, in the layout of `lay_out`, with zeros behind the last input."""
+    of_kind = FORMATS[kind]
+    assert of_kind.round is not None, kind
+    padded = torch.nn.functional.pad(weight.detach(), (0, -weight.shape[1] % of_kind.inputs))
+    parts = padded.unflatten(1, (-1, of_kind.inputs)).split(-(-_AT_ONCE // weight.shape[1]))
+    blocks = torch.cat([of_kind.round(part.float()).flatten(1) for part in parts])
+    return lay_out(blocks.numpy(), kind)
 
 
 def packed_shape(kind: str, outputs: int, inputs: int) -> tuple[int, int, int]:
     """The shape of the result of `lay_out`; ValueError if inputs are not a multiple of a block's."""
-    of_kind = TYPES[kind]
+    of_kind = FORMATS[kind]
     if inputs % of_kind.inputs:
         raise ValueError(f"inputs of {kind} must be a multiple of {of_kind.inputs}, got {inputs}")
-    lines = inputs // (ROW_BLOCK * of_kind.group.blocks) * of_kind.group.lines
+    lines = inputs // (of_kind.group.size * of_kind.group.blocks) * of_kind.group.lines
     return -(-outputs // COLUMNS), lines, COLUMNS
 
 
@@ -73,13 +123,13 @@ def lay_out(blocks: NDArray[np.uint8], kind: str, order: NDArray[np.int64] | Non
 
     Args:
         blocks: The bytes of a tensor in a file, contiguous; may be a memory map.
-        kind: One of `TYPES`.
+        kind: One of `FORMATS`.
         order: The row of the blocks for each output; their own order if None.
 
     Raises:
         ValueError: The bytes are not whole blocks, or a scale is not finite.
     """
-    of_kind, outputs = TYPES[kind], len(blocks)
+    of_kind, outputs = FORMATS[kind], len(blocks)
     if blocks.ndim != 2 or blocks.shape[1] % of_kind.nbytes or not blocks.flags.c_contiguous:
         raise ValueError(f"rows of {kind} must be blocks of {of_kind.nbytes} bytes, got {blocks.shape}")
     inputs = blocks.shape[1] // of_kind.nbytes * of_kind.inputs
@@ -87,8 +137,8 @@ def lay_out(blocks: NDArray[np.uint8], kind: str, order: NDArray[np.int64] | Non
     order = np.arange(outputs) if order is None else np.ascontiguousarray(order, np.int64)
     packed = zeros(*packed_shape(kind, outputs, inputs), dtype=torch.int32)
     group = of_kind.group
-    sizes = group.bits, of_kind.inputs, of_kind.nbytes, of_kind.at, group.blocks, group.words, group.upper, group.lines
-    own = np.array(sizes, np.int64)
+    sizes = of_kind.inputs, of_kind.nbytes, of_kind.at
+    own = np.array([*sizes, group.bits, group.size, group.blocks, group.main, group.upper, group.lines], np.int64)
     places = blocks.ctypes.data, order.ctypes.data, steps.ctypes.data, packed.data_ptr(), own.ctypes.data
     numbers = *places, outputs, blocks.shape[1], packed.shape[1]
     run((_lay_out, len(packed), numbers, (blocks, order, steps, packed, own)))
@@ -96,13 +146,13 @@ def lay_out(blocks: NDArray[np.uint8], kind: str, order: NDArray[np.int64] | Non
 
 
 def _steps_of(blocks: NDArray[np.uint8], kind: str) -> NDArray[np.uint32]:
-    """The float16 of blocks `[outputs, blocks, bytes]` in the halves of a word, as in a panel."""
-    of_kind = TYPES[kind]
-    first = of_kind.nbytes - 2 if kind == "Q6_K" else 0
-    has_two = kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-    halves = np.zeros((*blocks.shape[:2], 2), np.float16)
-    found = blocks[..., first : first + 2 * (1 + has_two)].copy().view(np.float16)
-    halves[..., : 1 + has_two] = found
+    """The scale of blocks `[outputs, blocks, bytes]`; two float16 are in the halves of a word, as in a panel."""
+    of_kind = FORMATS[kind]
+    if of_kind.group.steps == "single":
+        return blocks[..., :4].copy().view(np.uint32)[..., 0]
+    halves, count = np.zeros((*blocks.shape[:2], 2), np.float16), 1 + of_kind.has_minimum
+    found = blocks[..., of_kind.scale_at : of_kind.scale_at + 2 * count].copy().view(np.float16)
+    halves[..., :count] = found
     if of_kind.zero:
         with np.errstate(over="ignore"):
             halves[..., 1] = -of_kind.zero * found[..., 0].astype(np.float32)  # a power of two
@@ -116,7 +166,7 @@ def _lay_out(address: Any) -> None:
     _, panels, blocks_at, order_at, steps_at, packed_at, of_kind_at, outputs, row_bytes, terms = array_at(
         address, (10,), np.int64
     )
-    bits, inputs, nbytes, at, together, words, upper, lines = array_at(of_kind_at, (8,), np.int64)
+    inputs, nbytes, at, bits, size, together, main, upper, lines = array_at(of_kind_at, (9,), np.int64)
     count = row_bytes // nbytes
     blocks, order = array_at(blocks_at, (outputs, row_bytes), np.uint8), array_at(order_at, (outputs,), np.int64)
     steps, packed = array_at(steps_at, (outputs, count), np.uint32), array_at(packed_at, (panels, terms, COLUMNS), _U)
@@ -127,17 +177,20 @@ def _lay_out(address: Any) -> None:
             column = packed[panel, :, place % COLUMNS]
             for block in range(count):
                 own = blocks[order[place], block * nbytes : (block + 1) * nbytes]
-                if inputs == 32:
-                    _read_block(own, bits, at, numbers)
+                if inputs == size:
+                    _read_block(own, bits, at, size, numbers)
                 elif bits == 6:
                     _read_six(own, numbers, small)
                 else:
                     _read_small(own, bits, numbers, small)
-                for i in range(inputs // 32):
-                    part = block * inputs // 32 + i
+                for i in range(inputs // size):
+                    part = block * inputs // size + i
                     line, half = part // together * lines, part % together
-                    first, above = line + half * words, line + together * words + half * upper
-                    _store_numbers(numbers[32 * i : 32 * i + 32], bits, column, first, above)
+                    first, above = line + half * main, line + together * main + half * upper
+                    _store_numbers(numbers[size * i : size * (i + 1)], bits, column, first, above)
+                    if size == 64:
+                        column[line + lines - 1] = steps[order[place], block]
+                        continue
                     halves, last = packed[panel, line + lines - 1].view(np.uint16), place % COLUMNS
                     halves[last] = steps[order[place], block]
                     if bits == 6:
@@ -145,7 +198,7 @@ def _lay_out(address: Any) -> None:
                         signed[2 * COLUMNS + last], signed[3 * COLUMNS + last] = small[2 * i], small[2 * i + 1]
                         continue
                     halves[COLUMNS + last] = steps[order[place], block] >> _U(16)
-                    if inputs > 32:
+                    if inputs > size:
                         own_steps = packed[panel, line + lines - 2].view(np.uint8)
                         first = 2 * half * COLUMNS + last
                         own_steps[first], own_steps[first + COLUMNS] = small[2 * i], small[2 * i + 1]
@@ -159,8 +212,8 @@ def _pair(numbers, place):
 
 @jit_part
 def _store_numbers(numbers, bits, column, first, above):
-    """Store 32 numbers: with 8 bits four per line, else eight, with their upper bits in other lines."""
-    for word in range(8):
+    """Store a block: with 8 bits four numbers per line, else eight, with their upper bits in other lines."""
+    for word in range(len(numbers) // 4):
         four = _pair(numbers, 4 * word) | _pair(numbers, 4 * word + 2) << _U(16)
         if bits == 8:
             column[first + word] = four
@@ -173,13 +226,14 @@ def _store_numbers(numbers, bits, column, first, above):
 
 
 @jit_part
-def _read_block(own, bits, at, numbers):
-    """Blocks of 32: the first 16 numbers are in the lower halves of bytes, and the last 16 in the upper halves."""
+def _read_block(own, bits, at, size, numbers):
+    """Blocks of one scale: numbers of 8 bits, or the first half in the lower and the last half in the upper 4 bits."""
+    if bits == 8:
+        for i in range(size):
+            numbers[i] = own[at + i] ^ 128
+        return
     for i in range(16):
-        if bits == 8:
-            numbers[i], numbers[16 + i] = own[at + i] ^ 128, own[at + 16 + i] ^ 128
-        else:
-            numbers[i], numbers[16 + i] = own[at + i] & 15, own[at + i] >> 4
+        numbers[i], numbers[16 + i] = own[at + i] & 15, own[at + i] >> 4
     if bits == 5:
         for i in range(32):
             numbers[i] |= (own[at - 4 + i // 8] >> (i % 8) & 1) << 4
@@ -211,11 +265,11 @@ def _read_six(own, numbers, small):
 
 def rows_of(packed: Tensor, kind: str, outputs: Tensor) -> Tensor:
     """The weights of some outputs, int64 `[n]`, in the layout of `lay_out`: float32 `[n, inputs]`."""
-    group = TYPES[kind].group
+    group = FORMATS[kind].group
     panel, column = outputs // COLUMNS, outputs % COLUMNS
     groups = packed.unflatten(1, (-1, group.lines))
     lines = groups[panel, :, :, column]  # [n, groups, lines]
-    upper = group.blocks * group.words
+    upper = group.blocks * group.main
     numbers = lines[..., :upper]
     numbers = (_bytes_of(numbers) if group.bits == 8 else _fields(numbers, 4)).flatten(2)
     if group.upper:
@@ -227,6 +281,9 @@ def rows_of(packed: Tensor, kind: str, outputs: Tensor) -> Tensor:
         found: Tensor = groups[:, :, line].view(dtype)[panel, :, part * COLUMNS + column].float()
         return found
 
+    if group.steps == "single":
+        wide: Tensor = ((blocks - 128) * steps(-1, torch.float32, 0)[..., None, None]).flatten(1)
+        return wide
     unit, other = (steps(-1, torch.float16, part)[..., None, None] for part in range(2))
     if group.steps == "halves":
         own = torch.stack([steps(-1, torch.int8, part) for part in (2, 3)], 2)[..., None]

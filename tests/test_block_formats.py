@@ -9,6 +9,7 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -22,11 +23,13 @@ from lookahead import LookaheadConfig
 from lookahead.backend.step_costs import identity
 from lookahead.cli.app import app
 from lookahead.errors import ConfigError, HeadsError, UnsupportedModelError
-from lookahead.kernels import gguf_blocks, gguf_product, packed_product
-from lookahead.kernels.gguf_blocks import TYPES
+from lookahead.kernels import block_formats, block_product, microkernel, packed_product
+from lookahead.kernels.block_formats import FORMATS
+from lookahead.kernels.block_tiles import tile_of_blocks
+from lookahead.kernels.jobs import run
 from lookahead.loading import gguf_files
-from lookahead.loading.block_layers import BlockEmbedding, BlockLinear, weight_count
 from lookahead.loading.gguf_plan import RowOrders, plan_of, planned_once
+from lookahead.loading.quantized import QUANTIZED_LAYERS, QuantizedEmbedding, QuantizedLinear, weight_count
 from lookahead.plugins.heads.target import lm_head
 from lookahead.utils.fingerprints import model_fingerprint
 from tests.support.tiny_gguf import WORDS, blocks, write_gguf
@@ -36,7 +39,7 @@ pytestmark = [
         any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")),
         reason="reading GGUF files needs gguf and accelerate",
     ),
-    pytest.mark.skipif(not gguf_product.is_supported(), reason="this CPU does not convert float16"),
+    pytest.mark.skipif(not block_product.is_supported(), reason="this CPU does not convert float16"),
 ]
 MIXED = {
     "token_embd": "Q5_0", "output": "Q6_K", "attn_q": "Q4_K", "attn_k": "Q4_1", "attn_v": "Q6_K",
@@ -47,6 +50,7 @@ MEDIUM = {  # as a file has them that is named Q4_K_M: not all layers have the s
     **{"token_embd": "Q5_0", "output": "Q8_0", "attn_v": "Q6_K", "blk.1.attn_v": "Q4_K", "ffn_down": "Q6_K"},
 }
 PROMPT = "abcdabcdabcabcd"
+KINDS = [kind for kind in FORMATS if kind != "int8"]
 
 
 @pytest.fixture(autouse=True)
@@ -88,28 +92,28 @@ def rounded(x: Tensor) -> Tensor:
     return (torch.where(largest > 0, (parts * factor).round(), 0.0).double() * (largest / 127)).flatten(1)
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_every_type_are_those_that_gguf_dequantizes(kind: str) -> None:
     made, order = blocks(kind, 70, 512), np.random.default_rng(0).permutation(70)
-    packed = gguf_blocks.lay_out(made, kind, order)
-    assert torch.equal(gguf_blocks.rows_of(packed, kind, torch.arange(70)), dequantized(made[order], kind))
+    packed = block_formats.lay_out(made, kind, order)
+    assert torch.equal(block_formats.rows_of(packed, kind, torch.arange(70)), dequantized(made[order], kind))
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_of_rounded_rows_and_the_weights_of_the_file(kind: str, dtype: torch.dtype) -> None:
     made, x, bias = blocks(kind, 70, 768), torch.randn(19, 768).to(dtype), torch.randn(70).to(dtype)
     x[3], x[4, :40] = 0, 0
-    weight, own = dequantized(made, kind).double(), gguf_product.weight_of(gguf_blocks.lay_out(made, kind), kind, 70)
+    weight, own = dequantized(made, kind).double(), block_product.weight_of(block_formats.lay_out(made, kind), kind, 70)
     got, exact = packed_product.multiply(own, x, bias), rounded(x) @ weight.T + bias.double()
     most = rounded(x).abs() @ weight.abs().T + bias.double().abs()
     assert bool(((got.double() - exact).abs() <= 1e-6 * most + torch.finfo(dtype).eps * exact.abs()).all())
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_product_in_any_company(kind: str) -> None:
-    own = gguf_product.weight_of(gguf_blocks.lay_out(blocks(kind, 40, 512), kind), kind, 40)
+    own = block_product.weight_of(block_formats.lay_out(blocks(kind, 40, 512), kind), kind, 40)
     x = torch.randn(20, 512)
     x[2, 5], x[9, 300] = torch.nan, torch.inf
     alone = torch.cat([packed_product.multiply(own, row, None) for row in x.split(1)])
@@ -120,24 +124,54 @@ def test_a_row_has_the_same_product_in_any_company(kind: str) -> None:
     assert alone[[2, 9]].isnan().all() and alone[[0, 1, *range(3, 9)]].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_numbers_of_a_type_are_added_exactly(kind: str) -> None:
-    made = np.full((33, 512 // TYPES[kind].inputs * TYPES[kind].nbytes), 255, np.uint8)
-    of_blocks = made.reshape(33, -1, TYPES[kind].nbytes)
-    place = TYPES[kind].nbytes - 2 if kind == "Q6_K" else 0
+    made = np.full((33, 512 // FORMATS[kind].inputs * FORMATS[kind].nbytes), 255, np.uint8)
+    of_blocks = made.reshape(33, -1, FORMATS[kind].nbytes)
+    place = FORMATS[kind].scale_at
     of_blocks[..., place : place + 2] = np.array([1], np.float16).view(np.uint8)
-    if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+    if FORMATS[kind].has_minimum:
         of_blocks[..., 2:4] = np.array([-1], np.float16).view(np.uint8)
-    own = gguf_product.weight_of(gguf_blocks.lay_out(made, kind), kind, 33)
+    own = block_product.weight_of(block_formats.lay_out(made, kind), kind, 33)
     for x in (torch.full((1, 512), 127.0), torch.full((1, 512), -127.0)):
         exact = x.double() @ dequantized(made, kind).double().T
         assert torch.allclose(packed_product.multiply(own, x, None).double(), exact, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, rows, columns = FORMATS[kind].group, microkernel.ROWS, packed_product.COLUMNS
+    words, lines, x = group.row_words, group.lines, torch.randn(rows, group.blocks * group.size)
+    prepared = torch.empty(rows * words, dtype=torch.int32)
+    run((block_product._round_floats, rows, (x.data_ptr(), prepared.data_ptr(), *x.shape[1:], words, group.size), x))
+    weight = np.random.default_rng(0).integers(0, 256, (lines, 4 * columns), dtype=np.uint8)
+    if group.bits == 8:  # no weight is -128
+        weight[: group.main] |= 1
+    weight[-1].view(np.float32 if group.steps == "single" else np.float16)[:] = 0.5
+    products = []
+    none = {"avx512vnni": False, "avxvnni": False}
+    for features in ({}, {**microkernel.FEATURES, **none}, microkernel.FEATURES):
+        monkeypatch.setattr(microkernel, "FEATURES", features)
+        tile = tile_of_blocks(group)
+
+        @numba.njit
+        def product(left, right, out, tile=tile):
+            tile((left, 0, words), (right, 0, columns), (out, 0, columns), rows, lines)
+
+        products.append(np.ones(rows * columns, np.float32))
+        product(prepared.numpy(), weight.ravel().view(np.int32), products[-1])
+    expected = packed_product.multiply(
+        block_product.weight_of(torch.from_numpy(weight.view(np.int32))[None].clone(), kind, columns), x, None
+    )
+    torch.testing.assert_close(torch.from_numpy(products[0]).view(rows, columns), 1 + expected, rtol=1e-4, atol=1e-2)
+    assert all(np.array_equal(product, products[0]) for product in products)
+
+
 def test_a_file_keeps_its_blocks_and_writes_nearly_what_transformers_dequantizes(mixed: Path) -> None:
     model, tokenizer = load_blocks(mixed, dtype="fp32")
-    assert {type(model.get_input_embeddings()), type(model.get_output_embeddings())} == {BlockEmbedding, BlockLinear}
-    assert sum(isinstance(each, BlockLinear) for each in model.modules()) == 8
+    assert type(model.get_input_embeddings()) is QuantizedEmbedding
+    assert type(model.get_output_embeddings()) is QuantizedLinear
+    assert sum(isinstance(each, QuantizedLinear) for each in model.modules()) == 8
     plain = AutoModelForCausalLM.from_pretrained(mixed.parent, gguf_file=mixed.name, dtype=torch.float32)
     ids = torch.tensor([tokenizer(PROMPT).input_ids])
     with torch.inference_mode():
@@ -201,7 +235,8 @@ def test_a_file_of_other_types_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"quantize": "int8"}], ids=str)
 def test_a_file_is_dequantized_unless_it_is_asked_to_stay_as_it_is(mixed: Path, options: dict[str, str]) -> None:
     model = lookahead.load(mixed, device="cpu", **options).model
-    assert not any(isinstance(each, BlockLinear | BlockEmbedding) for each in model.modules())
+    kinds = {layer.kind for layer in model.modules() if isinstance(layer, QUANTIZED_LAYERS)}
+    assert kinds == ({options["quantize"]} if "quantize" in options else set())
 
 
 @pytest.mark.parametrize("architecture", [*TENSOR_PROCESSORS, "qwen2"])
@@ -256,13 +291,13 @@ def test_what_needs_plain_weights_is_refused_by_name(medium: Path, tmp_path: Pat
         model(torch.tensor([[0, len(WORDS)]]))
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_no_number_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     made = blocks(kind, 2, 256)
-    place = TYPES[kind].nbytes - 2 if kind == "Q6_K" else 0
+    place = FORMATS[kind].scale_at
     made[1, place : place + 2] = np.array([np.inf], np.float16).view(np.uint8)
     with pytest.raises(ValueError, match=f"a step of a {kind} block is no number, or too large"):
-        gguf_blocks.lay_out(made, kind)
+        block_formats.lay_out(made, kind)
     if kind == "Q4_0":
 
         def edit(writer: Any) -> None:
@@ -315,7 +350,7 @@ def test_the_server_takes_a_file_as_it_is(medium: Path) -> None:
 
     loading = {"device": "cpu", "quantize": "gguf"}
     served = ServedModel(str(medium), config=None, max_new_tokens=64, loading=loading, decoding={"rows": 2})
-    assert isinstance(served.model.get_output_embeddings(), BlockLinear)
+    assert isinstance(served.model.get_output_embeddings(), QuantizedLinear)
     ids = torch.tensor([served.tokenizer(PROMPT).input_ids])
     expected = load_blocks(medium).model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
     updates, ended = list[Update](), Event()
