@@ -65,6 +65,21 @@ def test_a_cpu_whose_features_cannot_be_read_has_none(monkeypatch):
     assert cpu_features.cpu_features.__wrapped__() == {}
 
 
+@pytest.mark.parametrize("name", ["generic", "haswell", "skylake-avx512", "znver4"])
+@pytest.mark.parametrize("features", [{}, {"NUMBA_CPU_FEATURES": ""}], ids=["own", "none"])
+def test_kernels_are_chosen_for_the_cpu_that_numba_compiles_for(name, features, tmp_path):
+    script = """
+import torch
+from lookahead.kernels import packed_product
+weight = torch.ones(40, 64, dtype=torch.bfloat16)
+if packed_product.is_supported(weight):
+    packed_product.multiply(packed_product.pack(weight, 512), weight[:3], None)
+"""
+    settings = {"PYTHONPATH": str(ROOT), "NUMBA_CPU_NAME": name, "NUMBA_CACHE_DIR": str(tmp_path), **features}
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | settings, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_weights_lie_in_ordinary_memory_where_there_are_no_large_pages(platform, monkeypatch):
     monkeypatch.setattr(large_pages.sys, "platform", platform)
