@@ -127,8 +127,6 @@ def prepared_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
     return torch.empty(rows * length, dtype=torch.int32, device="cpu") if length else None
 
 
-
-
 def product(
     weights: Sequence[PackedWeight],
     x: Tensor,
