@@ -90,7 +90,7 @@ def keeps_solo_bits(model: PreTrainedModel) -> bool:
         probe = partial(_has_bits_of_single_tokens, model)
         return may_keep_bits(model) and state_of(model).probed(name, model, probe, truth)
 
-    return plan.part(name, plan.form, find)
+    return plan.part((name, torch.is_autocast_enabled("cpu")), plan.form, find)  # a user may have entered it since
 
 
 def may_keep_bits(model: PreTrainedModel) -> bool:
