@@ -99,7 +99,9 @@ class SharedRows:
                         outputs = engine.step(is_refilled=is_refilled, is_timed=not is_beside)
                     requests = [self._take(output) for output in outputs]
                 yield requests
-                if any(request.is_over for request in requests) or (ahead is not None and ahead.has_read):
+                # Requests of one call are put as rows come free; those of a server wait already.
+                is_free = any(request.is_over for request in requests) and (bool(waiting) or not self._is_mixed)
+                if is_free or not self.running or (ahead is not None and ahead.has_read):
                     return
 
     def _end_cancelled(self, engine: Engine) -> list[Request]:

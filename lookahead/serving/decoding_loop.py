@@ -207,7 +207,7 @@ class _Lane:
             self._running = len(self._scheduler.running)
             for request in requests:
                 self._tell(request)
-            if self._new or self.is_closed:
+            if self.is_closed or (self._new and self._scheduler.is_free):
                 return
 
     def _tell(self, request: Request) -> None:
