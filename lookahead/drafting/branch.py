@@ -22,7 +22,14 @@ _FORGET = 1 / 512  # rate at which a low gain ratio recovers while the branch is
 
 @dataclass(slots=True)
 class BranchState:
-    """Learned state of the lookahead branch for one batch size; costs in plain steps, tokens and nodes per row."""
+    """Learned state of the lookahead branch for one batch size; costs in plain steps, tokens and nodes per row.
+
+    Example:
+        >>> states: dict[int, BranchState] = {}
+        >>> LookaheadBranch(BranchSize(), states).rest(rows=4)
+        >>> states[2].is_on, states[2].budget.is_proven
+        (False, True)
+    """
 
     # Its price is computed from step costs, which are averages already.
     budget: Budget = field(default_factory=lambda: Budget(price=Ema(0.2)))
@@ -44,6 +51,18 @@ class LookaheadBranch:
 
     Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", §4 (steps
         saved grow linearly with the logarithm of the window).
+
+    Example:
+        >>> import numpy as np
+        >>> branch, plain = LookaheadBranch(BranchSize()), (TokenTree.root(5), np.zeros(1, np.int32))
+        >>> for _ in range(15):  # a step takes 10 ms at any number of nodes
+        ...     branch.rest(rows=1)
+        ...     branch.choose(lambda nodes: np.full(nodes + 1, 0.01), measured=64)
+        ...     _ = branch.record([plain], [1], 1, np.full(2, 0.01))
+        >>> branch.rest(rows=1)
+        >>> branch.choose(lambda nodes: np.full(nodes + 1, 0.01), measured=64)
+        >>> branch.is_on, branch.nodes_beside(8)
+        (True, 63)
     """
 
     def __init__(

@@ -11,7 +11,7 @@ SOURCE_REFILL = 0.005  # share of tokens that one source may lose in the long ru
 START = 2.0  # initial balance; in plain steps, or in tokens per row for one source
 CAP = 8.0  # maximum balance
 OVERDRAFT = 2.0  # plain steps that long matches may lose beyond an empty budget
-LONG_MATCH = 1.25  # expected speedup of a draft that is likely a long match
+_LONG_MATCH = 1.25  # expected speedup of a draft that is likely a long match
 _LEAST_CLIP = 0.5  # tokens; a higher price of one step counts as at most twice the usual one
 _MAX_DEBT = 32.0  # tokens; bounds the time until a source gets another row
 _LATER_START = 1.0, 4.0  # minimum and maximum balance at the start of a later output
@@ -24,7 +24,15 @@ _PASS_RATE = 0.2  # EMA rate of the times of passes
 
 @dataclass(slots=True)
 class Ema:
-    """An exponential moving average; the plain mean of the first 1 / rate observations."""
+    """An exponential moving average; the plain mean of the first 1 / rate observations.
+
+    Example:
+        >>> average = Ema(0.2, clip=2.0)
+        >>> [average.add(seconds) for seconds in (1.0, 1.0, 1.0, 9.0)]
+        [1.0, 1.0, 1.0, 2.0]
+        >>> average.value
+        1.25
+    """
 
     rate: float
     clip: float = math.inf  # an observation counts as at most this multiple of the average, or as `least`
@@ -43,7 +51,15 @@ class Ema:
 
 @dataclass(slots=True)
 class PassTimes:
-    """Measured seconds for one number of rows; 0 if nothing was measured yet."""
+    """Measured seconds for one number of rows; 0 if nothing was measured yet.
+
+    Example:
+        >>> times = PassTimes()
+        >>> times.draft.add(0.001), times.target.add(0.010)
+        (0.001, 0.01)
+        >>> [times.pays(tokens=2.0, gain=gain, spent=0.001) for gain in (0.5, 0.1)]
+        [True, False]
+    """
 
     draft: Ema = field(default_factory=lambda: Ema(_PASS_RATE))  # one pass of the drafting model over new nodes
     target: Ema = field(default_factory=lambda: Ema(_PASS_RATE))  # from the end of drafting to the end of the step
@@ -81,6 +97,16 @@ class Budget:
     counts as at most twice the usual price.
 
     Source: Tanenbaum and Wetherall 2011, "Computer Networks", §5.4.2 (token buckets).
+
+    Example:
+        >>> budget = Budget()
+        >>> for _ in range(4):  # half the time of a step, for no token
+        ...     budget.charge(spent_s=0.005, alone=0.0, tokens=1.0, step_s=0.010)
+        >>> budget.affords, budget.begins, budget.is_proven
+        (False, False, False)
+        >>> budget.settle(4.0, 5.0, is_asked=True)  # four tokens gained in five
+        >>> budget.affords, budget.is_proven
+        (True, True)
     """
 
     refill: float = SOURCE_REFILL
@@ -161,6 +187,18 @@ class DraftingBudget:
     - Proposers are called while the budget covers the cost of a call, or 1. Below, calls take 1% of the time; with a
       large model that is every step, so no long match is missed.
     - While all steps draft, one in 128 is plain, to keep measuring the plain speed.
+
+    Example:
+        >>> budget = DraftingBudget()
+        >>> budget.record_plain(rows=1), budget.proposes(rows=1)
+        (True, True)
+        >>> for _ in range(3):  # a draft that doubles the time of a step, for no token
+        ...     budget.record(1, drafted=True, tokens=1.0, forward=2.0, usual=2.0, proposing=0.05)
+        >>> budget.proposes(rows=1), budget.verifies(1, speedup=1.1), budget.verifies(1, speedup=1.3)
+        (False, False, True)
+        >>> budget.begin_output()
+        >>> budget.most_at_risk(rows=1), round(budget.proposing_cost(rows=1), 3)
+        (3.0, 0.05)
     """
 
     def __init__(self) -> None:
@@ -183,7 +221,7 @@ class DraftingBudget:
 
     def verifies(self, rows: int, speedup: float, at_risk: float = 0.0) -> bool:
         """Whether to verify a draft that loses `at_risk` plain steps if none of it is accepted."""
-        needed = -OVERDRAFT if speedup >= LONG_MATCH else min(at_risk, 1.0)
+        needed = -OVERDRAFT if speedup >= _LONG_MATCH else min(at_risk, 1.0)
         return self._states[(rows - 1).bit_length()].budget.balance >= needed
 
     def most_at_risk(self, rows: int) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lookahead.drafting.budget import DraftingBudget
+from lookahead.drafting.cost_model import FloatArray
 from lookahead.utils.jit import njit
 
 _MARGIN = 1.25  # factor on the cost of drafted tokens: the expected gain of a draft must cover its risk
@@ -38,6 +38,13 @@ class BatchCost:
 
     The cost of a drafted token is estimated at first, and may be tens of times higher if the processor is saturated. So
     the first steps with drafts verify few tokens, and each later one at most four times the most that were timed.
+
+    Example:
+        >>> cost = BatchCost()
+        >>> for _ in range(50):
+        ...     _ = cost.observe(rows=1, drafted=0, seconds=0.010), cost.observe(rows=1, drafted=4, seconds=0.014)
+        >>> [round(seconds, 3) for seconds in cost.line(rows=1)], cost.max_tokens(rows=1)
+        ([0.01, 0.001], 16)
     """
 
     __slots__ = ("_is_warm", "_recent", "_since_plain", "is_untimed", "largest", "plain", "sums", "tries")
@@ -106,6 +113,8 @@ class ChainLengths:
 
     Example:
         >>> lengths = ChainLengths()
+        >>> lengths.drafts(rows=1)  # the first steps time plain decoding
+        False
         >>> for _ in range(50):
         ...     lengths.observe(rows=1, drafted=0, emitted=1, seconds=0.010)
         ...     lengths.observe(rows=1, drafted=2, emitted=2, seconds=0.015)
@@ -128,7 +137,7 @@ class ChainLengths:
             return False
         return not cost.plain or self._budget.proposes(rows)
 
-    def choose(self, path_probs: NDArray[np.float64]) -> list[int]:
+    def choose(self, path_probs: FloatArray) -> list[int]:
         """The number of tokens of each chain to verify, given the probability that each token is reached and accepted.
 
         `path_probs` is float64 `[rows, longest]`, 0 after the end of a chain.
@@ -144,7 +153,7 @@ class ChainLengths:
             lengths: list[int] = chosen.tolist()
             return lengths
         if speedup > 0.0:
-            cost.sums = [_DOUBT * each for each in cost.sums]
+            cost.sums = [_DOUBT * measured for measured in cost.sums]
         return [0] * rows
 
     def observe(self, *, rows: int, drafted: int, emitted: int, seconds: float, host_s: float | None = 0.0) -> None:
@@ -200,7 +209,7 @@ def _fastest(path_probs, plain, first, per_token, most):
     if size == 0:
         return None, best, plain
     least = ranked[ranked.size - size]
-    lengths = np.array([(each > least).sum() for each in path_probs])
+    lengths = np.array([(chain > least).sum() for chain in path_probs])
     tied = size - lengths.sum()
     for row in range(rows):
         more = min(tied, (path_probs[row] == least).sum())

@@ -23,7 +23,13 @@ _P_RUNS_TO_LIMIT = 0.5  # assumed probability that rows run to their limits alth
 
 
 class StepPlan(NamedTuple):
-    """The decision before a step; without a controller, the maximum that the options allow."""
+    """The decision before a step; without a controller, the maximum that the options allow.
+
+    Example:
+        >>> trees = [TokenTree.root(5), TokenTree.from_parents([5, 6, 7], [0, 0, 1])]
+        >>> StepPlan(rows=2).nodes_of(trees), StepPlan(rows=2, is_ragged=True).nodes_of(trees)
+        (3, 2.0)
+    """
 
     rows: int
     context: int = 0  # tokens of the longest row
@@ -43,7 +49,13 @@ class StepPlan(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """The result of a step."""
+    """The result of a step.
+
+    Example:
+        >>> tree, path = TokenTree.from_parents([5, 6, 7], [0, 0, 0]), np.array([0, 1])  # 6 is accepted, then 8 emitted
+        >>> StepRecord([(tree, path)], tokens=[2], nodes=3, host_s=0.001, step_s=0.012).is_cold
+        False
+    """
 
     verified: Sequence[tuple[TokenTree, IntArray]]  # for every row the tree and the accepted nodes, the root first
     tokens: Sequence[int]  # emitted by each row
@@ -62,6 +74,18 @@ class Controller:
     counts even if the others earn nothing. The same holds for a lookahead branch on trial.
 
     It reads no clock. The cost model, the budget and the branch learn from every step.
+
+    Example:
+        >>> controller = Controller(StepCost(), DraftingBudget(), node_budget=8)
+        >>> plan = controller.plan([100], context=20)  # one row; the first step is plain
+        >>> plain = TokenTree.root(5), np.zeros(1, np.int32)
+        >>> controller.record(plan, StepRecord([plain], tokens=[1], nodes=1, host_s=0.0, step_s=0.01))
+        >>> later = controller.plan([99], context=21)
+        >>> plan.drafts, later.drafts, later.max_nodes
+        (False, True, 8)
+        >>> likely = Draft(TokenTree.from_parents([6, 7], [0, 0]), (), path_probs=np.array([1.0, 0.9]))
+        >>> controller.accepts(later, [likely])
+        True
     """
 
     cost: StepCost

@@ -45,6 +45,12 @@ class StepCost:
         ...     cost.observe(16, 0.030)
         >>> cost.curve(rows=1, nodes=16)[[1, 16]].round(2).tolist()
         [0.01, 0.03]
+        >>> cost.knows(rows=1), cost.measured(rows=1), cost.plain(rows=1).round(2).tolist()
+        (True, 19, [0.0, 0.01])
+        >>> later = StepCost()
+        >>> later.update(cost.to_dict())
+        >>> bool((later.curve(rows=1, nodes=64) == cost.curve(rows=1, nodes=64)).all())
+        True
     """
 
     def __init__(self) -> None:
@@ -68,7 +74,7 @@ class StepCost:
 
         `nodes` are the nodes of its largest tree, `context` the tokens of its longest row.
         """
-        bucket = bucket_of(rows, context)
+        bucket = _bucket_of(rows, context)
         table = self._tables.setdefault(bucket, self._near(bucket).copy())
         if bucket not in self._measured:
             self._measured.add(bucket)
@@ -95,7 +101,7 @@ class StepCost:
 
     def knows(self, rows: int, context: int = 0) -> bool:
         """Whether a step was measured in the bucket of these rows and this context."""
-        return bucket_of(rows, context) in self._tables
+        return _bucket_of(rows, context) in self._tables
 
     def curve(self, rows: int, nodes: int, context: int = 0) -> FloatArray:
         """Cost of a step whose trees have 0, 1, …, `nodes` nodes, roots counted: float64 `[nodes + 1]`.
@@ -103,7 +109,7 @@ class StepCost:
         In seconds once a step was measured, before that in steps of one token. Not always monotonic: a step of 16 nodes
         can take less time than one of 12.
         """
-        return self._seconds(self._near(bucket_of(rows, context)), np.maximum(1, rows * np.arange(nodes + 1)))
+        return self._seconds(self._near(_bucket_of(rows, context)), np.maximum(1, rows * np.arange(nodes + 1)))
 
     def plain(self, rows: int, context: int = 0) -> FloatArray:
         """Cost of a plain step of 0, 1, …, `rows` rows, float64 `[rows + 1]`, in units of `curve`; non-decreasing."""
@@ -113,7 +119,7 @@ class StepCost:
 
     def measured(self, rows: int, context: int = 0) -> int:
         """Maximum nodes per row with measured costs; larger steps are extrapolated."""
-        last = max(np.flatnonzero(self._near(bucket_of(rows, context))), default=0)
+        last = max(np.flatnonzero(self._near(_bucket_of(rows, context))), default=0)
         return max(1, int(_BORDERS[last] if last < len(_BORDERS) else _POINTS[last]) // rows)
 
     def calibrate(self, nodes: Sequence[int], seconds: Sequence[float], *, rows: int, context: int) -> None:
@@ -122,7 +128,7 @@ class StepCost:
             raise ConfigError(f"a sweep needs positive nodes and seconds, got {list(nodes)} and {list(seconds)}")
         tokens = rows * np.array(nodes, np.float64)
         points = _BORDERS.searchsorted(tokens)
-        bucket = bucket_of(rows, context)
+        bucket = _bucket_of(rows, context)
         self._tables[bucket] = np.zeros(len(_POINTS))
         self._tables[bucket][points] = np.array(seconds) * self._guess(_POINTS[points]) / self._guess(tokens)
         self._measured.add(bucket)
@@ -131,12 +137,12 @@ class StepCost:
         """All learned costs, JSON-ready."""
         return [{"bucket": list(bucket), "seconds": table.tolist()} for bucket, table in self._tables.items()]
 
-    def update(self, known: Sequence[Mapping[str, Any]]) -> None:
+    def update(self, learned: Sequence[Mapping[str, Any]]) -> None:
         """Load the output of `to_dict`, keeping measurements of this process; ConfigError if it is invalid."""
         try:
             tables = {
-                (int(each["bucket"][0]), int(each["bucket"][1])): np.array(each["seconds"], np.float64)
-                for each in known
+                (int(entry["bucket"][0]), int(entry["bucket"][1])): np.array(entry["seconds"], np.float64)
+                for entry in learned
             }
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"step costs must be the output of StepCost.to_dict, got {error!r}") from error
@@ -169,11 +175,16 @@ class StepCost:
 
 
 def padded_nodes(nodes: int, most: int) -> int:
-    """Nodes per row of a fixed-shape pass for `nodes` nodes: the next power of two, at most `most`."""
+    """Nodes per row of a fixed-shape pass for `nodes` nodes: the next power of two, at most `most`.
+
+    Example:
+        >>> [padded_nodes(nodes, most=24) for nodes in (1, 5, 20)]
+        [1, 8, 24]
+    """
     return max(nodes, min(1 << (nodes - 1).bit_length(), most))
 
 
-def bucket_of(rows: int, context: int) -> Bucket:
+def _bucket_of(rows: int, context: int) -> Bucket:
     """The bucket of a number of rows and a length of context."""
     beyond = max(0, context - 1) // _SHORT_CONTEXT
     return (rows - 1).bit_length(), (beyond.bit_length() + 1) // 2

@@ -25,6 +25,12 @@ class Draws:
         origins: int32 `[k]`; the distribution that node i was drawn from. The children of a node are drawn in order
             from one distribution, without replacement. Their number must not depend on the drawn tokens, and none may
             be dropped.
+
+    Example:
+        >>> import torch
+        >>> draws = Draws(torch.tensor([[0.2, 0.8], [1.0, 0.0]]), origins=np.array([0, 0, 1], np.int32))
+        >>> [round(draws.distributions[origin, token].item(), 1) for origin, token in zip(draws.origins[1:], [1, 0])]
+        [0.8, 1.0]
     """
 
     distributions: Tensor
@@ -44,6 +50,12 @@ class Proposal(NamedTuple):
         required: Number of leading nodes that the draft must hold at any probability (the Jacobi window); nodes beyond
             the end of the output are still dropped.
         draws: How its nodes were drawn, or None; drawn nodes must all be required.
+
+    Example:
+        >>> tokens, parents = np.array([5, 6, 7], np.int32), np.array([0, 0, 1], np.int32)  # 6 7 after the last token 5
+        >>> proposal = Proposal(tokens, parents, np.array([1.0, 0.5, 0.9], np.float32))
+        >>> proposal.required, proposal.draws is None
+        (0, True)
     """
 
     tokens: IntArray
@@ -62,6 +74,12 @@ class Top:
         tree: The draft; after the prefill only the last token of the prompt.
         tokens: int32 `[nodes, 8]`; the tokens after each node, most likely first.
         probabilities: float32 `[nodes, 8]`; their probabilities.
+
+    Example:
+        >>> chances = np.array([[0.6, 0.3, 0.1, 0, 0, 0, 0, 0]], np.float32)
+        >>> top = Top(TokenTree.root(5), np.arange(8, dtype=np.int32)[None], chances)
+        >>> int(top.tokens[0, 1]), round(float(top.probabilities[0, 1]), 2)  # the second most likely
+        (1, 0.3)
     """
 
     tree: TokenTree
@@ -84,6 +102,12 @@ class Feedback:
             `[nodes, size]`, if the target computed them.
         prompt_hidden: The same at the prompt tokens that the prefill read, `[tokens, size]`: all, or the last ones if
             the call continued a filled cache. Empty except in a row's first feedback.
+
+    Example:
+        >>> ids = lambda *tokens: np.array(tokens, np.int32)
+        >>> feedback = Feedback(tokens=ids(6, 9), path=ids(0, 1), argmax=ids(6, 9, 3))  # 6 accepted, 9 the bonus token
+        >>> int(feedback.argmax[feedback.path[-1]]) == int(feedback.tokens[-1])
+        True
     """
 
     tokens: IntArray
@@ -115,6 +139,12 @@ class Call:
         encoded: The encoder's input and output, as `ModelKind.encoded` gives it; None for a causal target.
         predicts: Rows may have predictions, which are passed to `Proposer.expect`.
         is_constrained: Rows may follow a grammar, whose forced tokens are drafted.
+
+    Example:
+        >>> sizes = {"rows": 2, "vocab_size": 100, "max_length": 64, "max_nodes": 8}
+        >>> ways = {"is_chain": False, "is_timed": True, "by_rejection": False, "warp": None}
+        >>> Call(model=None, tokenizer=None, **sizes, **ways).predicts
+        False
     """
 
     model: Any
@@ -149,6 +179,20 @@ class Proposer(Protocol):
             `output_hidden_states` of transformers: 0 is the embeddings, 1 the output of the first layer, and -1 the
             output of the last, which the LM head reads.
         reads_inputs: Whether it reads `Call.inputs` by itself: `start` then gets only what the target's decoder wrote.
+
+    Example:
+        >>> class Repeat(Proposer):
+        ...     sources = ("repeat",)
+        ...     def start(self, row, prompt):
+        ...         self.last = prompt[-1:]
+        ...     def propose(self, row, max_nodes):
+        ...         return Proposal(self.last.repeat(2), np.zeros(2, np.int32), np.array([1.0, 0.5], np.float32))
+        ...     def observe(self, row, feedback, placed):
+        ...         self.last = feedback.tokens[-1:]
+        >>> proposer = Repeat()  # for one row; others hold the state of each row
+        >>> proposer.start(0, np.array([4, 7], np.int32))
+        >>> proposer.propose(0, max_nodes=8).tokens.tolist()
+        [7, 7]
     """
 
     sources: tuple[str, ...]
@@ -182,7 +226,16 @@ class Proposer(Protocol):
 
 
 class BatchProposer(Proposer, Protocol):
-    """A proposer that drafts for all rows of a step at once, such as one that runs a model."""
+    """A proposer that drafts for all rows of a step at once, such as one that runs a model.
+
+    Example:
+        >>> class Silent(BatchProposer):
+        ...     sources = ("silent",)
+        ...     def propose_batch(self, rows, max_nodes):
+        ...         return [None for _ in rows]
+        >>> Silent().propose_batch([0, 1], max_nodes=8), Silent().propose(0, max_nodes=8)
+        ([None, None], None)
+    """
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         """The proposal for one row."""
@@ -196,7 +249,15 @@ ProposerFactory = Callable[[Call], Proposer]
 
 
 def batch_propose_fn(proposer: Proposer) -> Callable[[Sequence[int], int], Sequence[Proposal | None]]:
-    """A function that calls a proposer for several rows, in one batch if it supports that."""
+    """A function that calls a proposer for several rows, in one batch if it supports that.
+
+    Example:
+        >>> class Silent(Proposer):
+        ...     def propose(self, row, max_nodes):
+        ...         return None
+        >>> batch_propose_fn(Silent())([0, 1], 8)
+        [None, None]
+    """
     if callable(propose_batch := getattr(proposer, "propose_batch", None)):
         return cast(Callable[[Sequence[int], int], Sequence[Proposal | None]], propose_batch)
     return lambda rows, max_nodes: [proposer.propose(row, max_nodes) for row in rows]

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lookahead.drafting.cost_model import FloatArray
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.ngram.prune import FREE, Limits, rank, select, union
 from lookahead.utils.jit import njit
 
 if TYPE_CHECKING:
     from lookahead.drafting.proposal import Proposal
-
-FloatArray = NDArray[np.float64]
 
 _CERTAIN = np.ones(1)
 _NONE_REQUIRED = np.zeros(1, np.int32)
@@ -27,6 +25,11 @@ class Draft(NamedTuple):
     For each proposer, `placed` holds the tree node of each node of its proposal, 0 if it was dropped; it is empty if
     the proposer offered nothing. The sum of `path_probs` is the expected number of tokens of the step. A draft reduced
     to its root has no `proposals`.
+
+    Example:
+        >>> draft = Draft(TokenTree.from_parents([5, 6, 7], [0, 0, 1]), (np.array([0, 1, 2], np.int32),))
+        >>> draft.root_only().tree.tokens.tolist(), draft.root_only().placed[0].tolist()
+        ([5], [0, 0, 0])
     """
 
     tree: TokenTree
@@ -65,6 +68,15 @@ def merge(
 
     Raises:
         ValueError: `sources` and `proposals` differ in length.
+
+    Example:
+        >>> from lookahead.drafting.proposal import Proposal
+        >>> parents, probabilities = np.array([0, 0, 1], np.int32), np.array([1.0, 0.6, 0.5], np.float32)
+        >>> chains = np.array([[5, 6, 7], [5, 6, 8]], np.int32)
+        >>> proposals = [Proposal(chain, parents, probabilities) for chain in chains]
+        >>> draft = merge(5, proposals, Limits(max_nodes=8, max_depth=4))
+        >>> draft.tree.tokens.tolist(), draft.tree.parents.tolist(), draft.path_probs.round(1).tolist()
+        ([5, 6, 7, 8], [0, 0, 1, 1], [1.0, 0.6, 0.3, 0.3])
     """
     arrays, offers, ranges, first, end = [], [], [], 0, 0
     for offer, count in zip(proposals, sources or [1] * len(proposals), strict=True):
@@ -81,11 +93,17 @@ def merge(
     offered = arrays[0] if len(arrays) == 1 else tuple(map(np.concatenate, zip(*arrays, strict=True)))
     whole, path_probs, placed = _merge(root, offered, np.array(offers), (*limits,), costs)
     tree = TokenTree(whole[0], whole[1], whole[2], whole[3])
-    return Draft(tree, tuple([placed[each] for each in ranges]), path_probs, whole[4], proposals)
+    return Draft(tree, tuple([placed[nodes] for nodes in ranges]), path_probs, whole[4], proposals)
 
 
 class BatchValue(NamedTuple):
-    """The value of tokens to a batch, which ends with its longest row: the wall time that they save."""
+    """The value of tokens to a batch, which ends with its longest row: the wall time that they save.
+
+    Example:
+        >>> value = BatchValue.of([10, 2], plain=np.array([0.0, 1.0, 1.0]), p_runs_to_limit=1.0)
+        >>> value.steps_saved([0.0, 2.0]), value.steps_saved([2.0, 0.0])  # the batch ends with its first row
+        (0.0, 2.0)
+    """
 
     left: FloatArray  # [rows], tokens that each row may still emit
     plain: FloatArray  # [rows + 1], cost of a plain step of 0, 1, … rows; non-decreasing
@@ -114,6 +132,15 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue, *, is_rag
     A padded pass computes the size of the largest tree for every row: each tree keeps its required and its most likely
     nodes up to one size. A ragged pass computes only the nodes of all trees: the most likely nodes across trees are
     kept. `costs` are by nodes per row, in a ragged pass by their mean over the rows.
+
+    Example:
+        >>> tree = TokenTree.from_parents([5, 6, 7], [0, 0, 1])
+        >>> drafts = [Draft(tree, (), np.array([1.0, 0.9, p]), np.zeros(3, np.int32)) for p in (0.8, 0.1)]
+        >>> value, costs = BatchValue(np.full(2, 100.0), np.array([0.0, 0.5, 1.0])), np.array([1.0, 1.0, 1.3, 1.7])
+        >>> [len(draft.tree) for draft in fit(drafts, costs, value)]
+        [2, 2]
+        >>> [len(draft.tree) for draft in fit(drafts, costs, value, is_ragged=True)]
+        [3, 2]
     """
     path_probs = np.concatenate([draft.path_probs for draft in drafts])
     required = np.concatenate([draft.required for draft in drafts])

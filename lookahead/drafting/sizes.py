@@ -9,7 +9,13 @@ DEFAULT_NODES = 64  # of a draft, without the root
 
 
 class BranchSize(NamedTuple):
-    """Sizes of the lookahead branch: W columns, n-grams of N tokens, at most G guesses per step."""
+    """Sizes of the lookahead branch: W columns, n-grams of N tokens, at most G guesses per step.
+
+    Example:
+        >>> size = BranchSize(window=3, ngram_size=3, guesses=2)
+        >>> size.window_nodes, size.nodes
+        (5, 9)
+    """
 
     window: int = 7
     ngram_size: int = 5

@@ -25,6 +25,13 @@ class TokenTree:
         sources: int32 `[n]`; bit s is set if source s offered the node; 0 for the root.
 
     Source: Miao et al. 2024, "SpecInfer", §4 (verifying a token tree in one pass).
+
+    Example:
+        >>> tree = TokenTree.from_parents([5, 6, 7, 8], [0, 0, 1, 0])  # the root 5, its children 6 and 8, and 7 after 6
+        >>> tree.depths.tolist(), tree.ancestor_words().ravel().tolist()
+        ([0, 1, 2, 1], [1, 3, 7, 9])
+        >>> len(TokenTree.root(5))
+        1
     """
 
     tokens: IntArray
@@ -74,14 +81,26 @@ class TokenTree:
 
 
 def count_within(tree: TokenTree, path: IntArray, bits: int) -> int:
-    """Nodes of a path (int32 `[a]`), without the root, that only the sources of `bits` offered."""
+    """Nodes of a path (int32 `[a]`), without the root, that only the sources of `bits` offered.
+
+    Example:
+        >>> tree = TokenTree.from_parents([5, 6, 7], [0, 0, 1], np.array([0, 0b01, 0b11], np.int32))
+        >>> count_within(tree, np.array([0, 1, 2]), 0b01)  # another source offered node 2 as well
+        1
+    """
     return int(np.count_nonzero(tree.sources[path[1:]] & ~bits == 0))
 
 
 def without_sources(
     verified: Sequence[tuple[TokenTree, IntArray]], tokens: Sequence[int], bits: int
 ) -> tuple[int, list[int]]:
-    """The nodes of the largest tree, and the tokens of each row, if the sources of `bits` had offered nothing."""
+    """The nodes of the largest tree, and the tokens of each row, if the sources of `bits` had offered nothing.
+
+    Example:
+        >>> tree = TokenTree.from_parents([5, 6, 7], [0, 0, 0], np.array([0, 0b01, 0b10], np.int32))
+        >>> without_sources([(tree, np.array([0, 1]))], [2], 0b01)  # 6 was accepted
+        (2, [1])
+    """
     nodes = max(1 + int(np.count_nonzero(tree.sources & ~bits)) for tree, _ in verified)
     lost = [count_within(tree, path, bits) for tree, path in verified]
     return nodes, [emitted - n for emitted, n in zip(tokens, lost, strict=True)]
@@ -89,7 +108,12 @@ def without_sources(
 
 @njit()
 def node_depths(parents):
-    """int32 `[n]`: distance of each node from the root."""
+    """int32 `[n]`: distance of each node from the root.
+
+    Example:
+        >>> node_depths(np.array([0, 0, 1, 0])).tolist()
+        [0, 1, 2, 1]
+    """
     depths = np.zeros(len(parents), np.int32)
     for node in range(1, len(parents)):
         depths[node] = depths[parents[node]] + 1
