@@ -44,6 +44,16 @@ def find_aligned(chains, number, cursor, output, end, found, scratch):
 
     Returns:
         The number of places found.
+
+    Example:
+        >>> from lookahead.ngram.chains import ChainIndex
+        >>> text, output = ChainIndex(), np.array([5, 6, 9], np.int32)
+        >>> text.append([5, 6, 7, 8, 9, 4])
+        >>> found, scratch = np.zeros(MOST_ALIGNED, OCCURRENCE), np.zeros((2, _LINKS), np.int64)
+        >>> cursor = np.array([3, 1, 0, 2, 3])  # 5 and 6 agree, 9 does not
+        >>> count = find_aligned(text.state, 0, cursor, output, 3, found, scratch)
+        >>> text.tokens[found["position"][:count]].tolist()  # if 9 was inserted, replaced 7, or 7 and 8 were left out
+        [7, 8, 4]
     """
     arena, heads, links, length = chains
     at, gap, run = cursor[_AT], cursor[_GAP], cursor[_RUN]
@@ -126,6 +136,15 @@ def follow(cursor, text, output, new):
         text: The record of the text's `Chains`.
         output: The record of the output's `Chains`, which ends with the new tokens.
         new: Number of new tokens.
+
+    Example:
+        >>> from lookahead.ngram.chains import ChainIndex
+        >>> text, output, cursor = ChainIndex(), ChainIndex(), np.array([1, 0, 0, 0, 0])
+        >>> text.append([5, 6, 7, 8])
+        >>> output.append([5, 6])
+        >>> follow(cursor, text.record, output.record, 2)
+        >>> cursor.tolist()
+        [3, 0, 2, 2, 2]
     """
     chains, (written, _, _, end) = chains_at(text), chains_at(output)
     arena, length = chains[0], chains[3]

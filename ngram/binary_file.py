@@ -23,7 +23,15 @@ Header = TypeVar("Header", bound="FileHeader")
 
 
 class FileHeader:
-    """The header of one kind of file: a frozen dataclass of unsigned 64-bit numbers."""
+    """The header of one kind of file: a frozen dataclass of unsigned 64-bit numbers.
+
+    Example:
+        >>> from lookahead.ngram.memory_file import MemoryHeader
+        >>> header = MemoryHeader(fingerprint=1, vocabulary=9, contexts=1, max_contexts=8)
+        >>> header = header.write("a.memory", np.zeros(5, np.uint64))
+        >>> MemoryHeader.read("a.memory") == header, header.file_bytes
+        (True, 168)
+    """
 
     __slots__ = ()
     kind, magic, version = "", b"", 0  # a line break in the magic bytes detects a transfer in text mode

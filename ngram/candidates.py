@@ -19,7 +19,6 @@ from lookahead.ngram.features import (
     feature_of_memory,
     feature_of_opposed,
     feature_of_standing,
-    is_own,
     standing_of,
     support_of,
 )
@@ -66,6 +65,14 @@ def split(texts, own, matches, node, options):
 
     Returns:
         The number of options, the tokens of the longest match, and the number of options in predictions.
+
+    Example:
+        >>> from lookahead.ngram.search import ChainIndex, HitRates, Search
+        >>> text = ChainIndex()
+        >>> text.append([1, 5, 1, 6, 1])
+        >>> trie = Search([text], HitRates(), None, (1, 16, 32)).grow(2)  # two occurrences of 1
+        >>> trie.tokens.tolist(), trie.parents.tolist()
+        ([1, 6, 5], [0, 0, 0])
     """
     occurrences, orders = matches
     count, foreign, end, of_first_text, own_length, predicted, guessed = 0, 0, 0, 0, 0, 0, 0
@@ -153,6 +160,14 @@ def score(least, depth, options, matches, longest, guessed, memory, hashes, orde
 
     Returns:
         The number of options.
+
+    Example:
+        >>> from lookahead.ngram.search import ChainIndex, HitRates, Search
+        >>> text = ChainIndex()
+        >>> text.append([1, 5, 1, 6, 1])
+        >>> trie = Search([text], HitRates(), None, (1, 16, 32)).grow(2)
+        >>> trie.tokens.tolist(), (100 * trie.probabilities).round().tolist()
+        ([1, 6, 5], [100.0, 18.0, 9.0])
     """
     entries, source, since = memory
     table, frequent = rates
@@ -172,7 +187,7 @@ def score(least, depth, options, matches, longest, guessed, memory, hashes, orde
         option = options[at]
         # Options of the first text are ranked separately: other texts are weak evidence for them.
         rank = 0
-        if is_own(option["support"]):
+        if option["agreeing"] > 0:
             rank, own = own, own + 1
         elif option["members"] > 0:
             rank, foreign = foreign, foreign + 1

@@ -25,7 +25,13 @@ NEVER = 1 << 62
 
 
 class ChainRequest(KeepsAddresses):
-    """One request: its text, its search, and the newest chain."""
+    """One request: its text, its search, and the newest chain.
+
+    Example:
+        >>> request = ChainProposer(max_draft=4).start(np.array([5, 6, 7], np.int32))
+        >>> len(request), request.text.tokens.tolist()
+        (3, [-1, 5, 6, 7])
+    """
 
     __slots__ = ("_chain", "_record", "_search", "address", "text")
 
@@ -57,6 +63,10 @@ class ChainProposer:
         >>> proposer.draft(request, 2)[0].tolist()
         [7, 8]
         >>> proposer.observe(request, np.array([7, 1], np.int32))
+        >>> text = np.array([[5, 6, 7, 8, 9, 5, 6, 7, 1, 8]], np.int32)  # `observe` and `draft` in one
+        >>> chains, _, sizes = proposer.step([request], text, np.array([10]), longest=12)
+        >>> chains[0, : sizes[0]].tolist()
+        [9, 5]
         >>> proposer.finish(request)
     """
 
@@ -190,7 +200,15 @@ def _step(texts, begin, options, chains, path_probs, sizes):
 
 @njit(error_model="numpy")
 def begins(address, tokens, count, samples):
-    """Whether a row begins with a request's text, judging by `samples` spread tokens and as many of the last ones."""
+    """Whether a row begins with a request's text, judging by `samples` spread tokens and as many of the last ones.
+
+    Example:
+        >>> request = ChainProposer(max_draft=4).start(np.array([5, 6, 7], np.int32))
+        >>> begins(request.address, np.array([5, 6, 7, 8], np.int32), 4, SAMPLES)
+        True
+        >>> begins(request.address, np.array([5, 6, 8, 8], np.int32), 4, SAMPLES)
+        False
+    """
     search = array_at(array_at(address, (6,), np.int64)[_SEARCH], (SIZE,), np.int64)
     text = array_at(search[TEXT], (6,), np.int64)
     arena, size, at = chains_at(text)[0], text[LENGTH] - 1, 0

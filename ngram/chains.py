@@ -35,6 +35,13 @@ class Chains(KeepsAddresses):
         links: int32 `[capacity, LEVELS]`, the previous position in each chain, 0 at the end.
         length: Entries of the arena in use.
         max_tokens: Maximum number of entries; unlimited if None.
+
+    Example:
+        >>> index = ChainIndex()
+        >>> index.append([5, 6])
+        >>> chains = Chains(*index.state)  # of the same arrays
+        >>> len(chains), chains.tokens.tolist()
+        (3, [-1, 5, 6])
     """
 
     __slots__ = ("_arrays", "_max_tokens", "record")
@@ -88,8 +95,9 @@ class ChainIndex(Chains):
         >>> index.append([5, 6, 7])
         >>> index.end_document()
         >>> index.append([8])
+        >>> index.append_documents(np.array([3, SEPARATOR, 4], np.int32))
         >>> index.tokens.tolist()
-        [-1, 5, 6, 7, -1, 8]
+        [-1, 5, 6, 7, -1, 8, -1, 3, -1, 4]
     """
 
     __slots__ = ()
@@ -153,7 +161,15 @@ class ChainIndex(Chains):
 
 
 def as_tokens(tokens: Sequence[int] | IntArray) -> IntArray:
-    """Token ids as a flat int32 array; TypeError unless they are integers, ValueError if out of range."""
+    """Token ids as a flat int32 array; TypeError unless they are integers, ValueError if out of range.
+
+    Example:
+        >>> as_tokens([5, 6])
+        array([5, 6], dtype=int32)
+        >>> as_tokens([5, -1])
+        Traceback (most recent call last):
+        ValueError: token ids must not be negative, got -1
+    """
     array = np.asarray(tokens)
     if array.size == 0:
         return np.empty(0, np.int32)
@@ -201,7 +217,15 @@ def _link(arena, heads, links, begin, end):
 
 @jit_inline
 def chains_at(record):
-    """The arena, heads, links and number of entries of chains, given their record."""
+    """The arena, heads, links and number of entries of chains, given their record.
+
+    Example:
+        >>> index = ChainIndex()
+        >>> index.append([5, 6])
+        >>> arena, _, _, length = chains_at(index.record)
+        >>> arena[:length].tolist()
+        [-1, 5, 6]
+    """
     length, slots = record[LENGTH], record[_SLOTS]
     arena = array_at(record[_ARENA], (record[_CAPACITY],), np.int32)
     heads = array_at(record[_HEADS], (LEVELS, slots), np.int32)
@@ -210,7 +234,13 @@ def chains_at(record):
 
 @njit(error_model="numpy")
 def add(record, new):
-    """Add tokens to the open document, and link all except separators; returns False if there is no room."""
+    """Add tokens to the open document, and link all except separators; returns False if there is no room.
+
+    Example:
+        >>> index = ChainIndex()
+        >>> add(index.record, np.array([5, 6], np.int32)), index.tokens.tolist()
+        (True, [-1, 5, 6])
+    """
     arena, heads, links, length = chains_at(record)
     end = length + new.size
     if end > record[_CAPACITY]:
@@ -224,7 +254,15 @@ def add(record, new):
 
 @njit(error_model="numpy")
 def put(record, begin, new):
-    """Overwrite separators after a document with tokens from `begin` on, and link them."""
+    """Overwrite separators after a document with tokens from `begin` on, and link them.
+
+    Example:
+        >>> index = ChainIndex()
+        >>> index.append_documents(np.full(3, SEPARATOR, np.int32))
+        >>> put(index.record, 1, np.array([5, 6], np.int32))
+        >>> index.tokens.tolist()
+        [-1, 5, 6, -1]
+    """
     arena, heads, links, _ = chains_at(record)
     for at in range(new.size):
         arena[begin + at] = new[at]
@@ -233,7 +271,12 @@ def put(record, begin, new):
 
 @jit_inline
 def match_length(arena, position, context, end, cap):
-    """Tokens that agree reading backwards from `position` and from `end`, both exclusive."""
+    """Tokens that agree reading backwards from `position` and from `end`, both exclusive.
+
+    Example:
+        >>> match_length(np.array([-1, 4, 5, 6, 7]), 4, np.array([1, 5, 6]), 3, MAX_CONTEXT)  # 5, 6
+        2
+    """
     length = 0
     while length < cap and length < end:
         token = context[end - 1 - length]
@@ -262,6 +305,13 @@ def find_matches(arena, heads, links, length, context, end, shortest, longest, p
 
     Returns:
         The number of matches.
+
+    Example:
+        >>> index, (positions, lengths) = ChainIndex(), np.empty((2, 32), np.int32)
+        >>> index.append([5, 6, 7, 6, 8, 5, 6])
+        >>> count = find_matches(*index.state, index.tokens, len(index), 1, MAX_CONTEXT, positions, lengths)
+        >>> index.tokens[positions[:count]].tolist(), lengths[:count].tolist()
+        ([7, 8], [2, 1])
     """
     slots = np.empty(LEVELS, np.int64)
     levels = _hash_levels(context, end, heads.shape[1] - 1, slots)

@@ -174,6 +174,10 @@ def support_of(kind, agreeing, total):
 
     Kind 0 is the first text. Other texts are kind 1; kind 2 if the first text has another token; kind 3 if it has one
     after an equally long match.
+
+    Example:
+        >>> support_of(0, 1, 1), support_of(0, 3, 3), support_of(0, 2, 3), support_of(1, 1, 1)
+        (0, 1, 3, 5)
     """
     agreement = 3 if 2 * agreeing >= total else 4
     if agreeing == total:
@@ -182,14 +186,13 @@ def support_of(kind, agreeing, total):
 
 
 @jit_inline
-def is_own(support):
-    """Whether the first text supports a candidate."""
-    return support < _AGREEMENTS
-
-
-@jit_inline
 def bucket_of(rank, prob):
-    """The bucket of a recycled token by its rank, from 0 on, and its probability; at least 1."""
+    """The bucket of a recycled token by its rank, from 0 on, and its probability; at least 1.
+
+    Example:
+        >>> int(bucket_of(0, 0.95)), int(bucket_of(0, 0.1)), int(bucket_of(1, 0.15))
+        (5, 1, 7)
+    """
     row = min(rank, 2)
     bucket = 0
     while bucket + 1 < _BUCKET_STARTS.shape[1] and prob >= _BUCKET_STARTS[row, bucket + 1]:
@@ -199,7 +202,13 @@ def bucket_of(rank, prob):
 
 @jit_inline
 def feature_of_match(length, rank, support):
-    """The row of `HitRates.table` for a match of `length` tokens without a recycled context."""
+    """The row of `HitRates.table` for a match of `length` tokens without a recycled context.
+
+    Example:
+        >>> likely = [PRIOR[feature_of_match(length, 0, support_of(0, 1, 1))] for length in (1, 2, 24)]
+        >>> np.round(likely, 2).tolist()
+        [0.24, 0.38, 0.96]
+    """
     return (_LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * RANKS + rank) * _SUPPORTS + support
 
 
@@ -213,6 +222,12 @@ def feature_of_both(rank, support, order, is_foreign, bucket):
         order: Tokens of the recycled context, 1 to 4.
         is_foreign: 1 if another request stored it, else 0.
         bucket: Bucket of the token as a successor of the context, from `bucket_of`; 0 if it is not one.
+
+    Example:
+        >>> match = support_of(0, 1, 1)
+        >>> likely = [PRIOR[feature_of_both(0, match, 4, 0, bucket)] for bucket in (0, bucket_of(0, 0.95))]
+        >>> np.round(likely, 2).tolist()
+        [0.09, 0.95]
     """
     row = min(rank, _BOTH_RANKS - 1) * _SUPPORTS + support
     return _FIRST_BOTH + (row * _BOTH_CONTEXTS + 2 * is_foreign + (order > 2)) * _BUCKETS + bucket
@@ -220,7 +235,12 @@ def feature_of_both(rank, support, order, is_foreign, bucket):
 
 @jit_inline
 def standing_of(rank, prob):
-    """The standing of a token by its rank among a context's successors, -1 if absent, and its probability there."""
+    """The standing of a token by its rank among a context's successors, -1 if absent, and its probability there.
+
+    Example:
+        >>> standing_of(0, 0.9), standing_of(0, 0.5), standing_of(3, 0.1), standing_of(-1, 0.0)
+        (0, 1, 2, 3)
+    """
     if rank == 0:
         return 0 if prob >= _SURE else 1
     return 2 if rank > 0 else 3
@@ -228,27 +248,50 @@ def standing_of(rank, prob):
 
 @jit_inline
 def feature_of_standing(length, rank, support, is_foreign, standing):
-    """The row for a match of at least two tokens with a recycled context, by its token's standing there."""
+    """The row for a match of at least two tokens with a recycled context, by its token's standing there.
+
+    Example:
+        >>> match = support_of(0, 1, 1)
+        >>> likely = [PRIOR[feature_of_standing(4, 0, match, 0, standing)] for standing in range(STANDINGS)]
+        >>> np.round(likely, 2).tolist()
+        [0.87, 0.57, 0.17, 0.17]
+    """
     row = (_LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * _BOTH_RANKS + min(rank, _BOTH_RANKS - 1)) * _SUPPORTS
     return _FIRST_STANDING + ((row + support) * 2 + is_foreign) * STANDINGS + standing
 
 
 @jit_inline
 def feature_of_memory(order, is_foreign, bucket, competing_match_len):
-    """The row for a recycled token; the longest match for other tokens has `competing_match_len` tokens (0: none)."""
+    """The row for a recycled token; the longest match for other tokens has `competing_match_len` tokens (0: none).
+
+    Example:
+        >>> likely = [PRIOR[feature_of_memory(4, 0, bucket_of(0, 0.95), longest)] for longest in (0, 10)]
+        >>> np.round(likely, 2).tolist()
+        [0.93, 0.19]
+    """
     row = (ORDERS * is_foreign + order - 1) * (_BUCKETS - 1) + bucket - 1
     return _FIRST_MEMORY + row * _COMPETING_BUCKETS + _COMPETING_OF[min(competing_match_len, _COMPETING_OF.size - 1)]
 
 
 @jit_inline
 def feature_of_frequent(rank, competing_match_len):
-    """The row for the frequent token of a rank; the longest match for other tokens has `competing_match_len` tokens."""
+    """The row for the frequent token of a rank; the longest match for other tokens has `competing_match_len` tokens.
+
+    Example:
+        >>> np.round([PRIOR[feature_of_frequent(0, longest)] for longest in (0, 10)], 3).tolist()
+        [0.06, 0.003]
+    """
     return _FIRST_FREQUENT + rank * _COMPETING_BUCKETS + _COMPETING_OF[min(competing_match_len, _COMPETING_OF.size - 1)]
 
 
 @jit_inline
 def place_of(place, fared):
-    """The place of a prediction's token relative to the cursor, combined with how the prediction fared."""
+    """The place of a prediction's token relative to the cursor, combined with how the prediction fared.
+
+    Example:
+        >>> place_of(0, UNKNOWN), place_of(0, BADLY), place_of(1, UNKNOWN)
+        (0, 1, 4)
+    """
     return place * FARES + fared
 
 
@@ -262,6 +305,11 @@ def feature_of_guess(length, place, rank, verdict, known):
         rank: Rank among the prediction's tokens: 0 for the only one, 1 for the first, 2 for later ones.
         verdict: Of a match: 0 if there is none, 1 if this is its first token, 2 if a later one, 3 if it is no match's.
         known: 0 without a recycled context, 1 if this is its likeliest token, else 2.
+
+    Example:
+        >>> likely = [PRIOR[feature_of_guess(length, place_of(3, UNKNOWN), 0, 0, 0)] for length in (0, 9, 96)]
+        >>> np.round(likely, 3).tolist()
+        [0.05, 0.97, 0.999]
     """
     row = _GUESS_OF[min(length, _GUESS_OF.size - 1)] * PLACES * FARES + place
     return FIRST_GUESS + ((row * _GUESS_RANKS + rank) * VERDICTS + verdict) * KNOWN_VERDICTS + known
@@ -269,6 +317,11 @@ def feature_of_guess(length, place, rank, verdict, known):
 
 @jit_inline
 def feature_of_opposed(length, agreed):
-    """The row for a match of `length` tokens that contradicts a prediction after `agreed` tokens."""
+    """The row for a match of `length` tokens that contradicts a prediction after `agreed` tokens.
+
+    Example:
+        >>> round(float(PRIOR[feature_of_opposed(3, 9)]), 2)
+        0.05
+    """
     bucket = (agreed >= _OPPOSED_STARTS[1]) + (agreed >= _OPPOSED_STARTS[2])
     return _FIRST_OPPOSED + _LENGTH_OF[min(length, _LENGTH_OF.size - 1)] * _OPPOSED + bucket

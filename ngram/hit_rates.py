@@ -48,6 +48,12 @@ def children_along(parents, tokens, emitted):
 
     Returns the children of every node on the path, int32 `[m]`, the root's first; and whether they hold the emitted
     token, bool `[m]`, which marks the accepted path without its root.
+
+    Example:
+        >>> parents, tokens = np.array([[0, 0, 0, 1], [5, 6, 7, 8]], np.int32)
+        >>> nodes, hits = children_along(parents, tokens, np.array([6, 9], np.int32))
+        >>> nodes.tolist(), hits.tolist()
+        ([1, 2, 3], [True, False, False])
     """
     nodes, hits = np.empty(len(tokens), np.int32), np.zeros(len(tokens), np.bool_)
     count, node = 0, 0
@@ -71,6 +77,15 @@ class AcceptanceTable:
     bucket of the draft probability. The factor is hits over expected hits, both with the same pseudo-count.
 
     Source: the Gamma-Poisson model with decaying counts, e.g. Gelman et al. 2013, "Bayesian Data Analysis", §2.6.
+
+    Example:
+        >>> table, draft_probs = AcceptanceTable(), np.array([1.0, 0.5], np.float32)
+        >>> parents, tokens = np.array([[0, 0], [5, 6]], np.int32)
+        >>> kinds = np.zeros((2, 2), np.int32)
+        >>> before = table.calibrate(kinds, draft_probs)
+        >>> table.learn(parents, tokens, kinds, draft_probs, np.array([6], np.int32))  # the target chose the token
+        >>> before[1].item(), round(table.calibrate(kinds, draft_probs)[1].item(), 2)
+        (0.5, 0.6)
     """
 
     __slots__ = ("_counts",)
@@ -118,6 +133,14 @@ class HitRates:
     without a match, the longest match for another token; for a frequent token, its rank. Each starts at a prior worth
     16 trials and halves its counts at 400 trials, to follow changes of text. Features of one kind share a factor on
     their odds, as do features at one depth in the tree; both factors are updated at every trial.
+
+    Example:
+        >>> rates = HitRates()
+        >>> parents, tokens, features = np.array([[0, 0], [5, 6], [0, 0]], np.int32)
+        >>> before = hit_rate(rates.table, 0, 1)
+        >>> rates.learn(parents, tokens, features, np.array([6], np.int32), counts=True)  # the target chose the token
+        >>> bool(hit_rate(rates.table, 0, 1) > before), rates.frequent[0].tolist()
+        (True, [6, 1])
     """
 
     __slots__ = ("frequent", "prior", "table")
@@ -169,7 +192,15 @@ def _count(frequent, tokens):
 
 @jit_inline
 def rates_at(addresses):
-    """The table, the prior and the frequent tokens of hit rates, given their addresses."""
+    """The table, the prior and the frequent tokens of hit rates, given their addresses.
+
+    Example:
+        >>> from lookahead.utils.addresses import addresses_of
+        >>> rates = HitRates()
+        >>> table, _, _ = rates_at(addresses_of([rates.table, rates.prior, rates.frequent]))
+        >>> bool((table == rates.table).all())
+        True
+    """
     table = array_at(addresses[0], (_ROWS, 3), np.float64)
     prior = array_at(addresses[1], (_FIRST_KIND,), np.float64)
     return table, prior, array_at(addresses[2], (_COUNTED, 2), np.int64)
@@ -183,7 +214,12 @@ def _factors_of(feature, depth):
 
 @jit_inline
 def hit_rate(table, feature, depth):
-    """The probability of a candidate by its feature and its depth, which is 1 for the root's children."""
+    """The probability of a candidate by its feature and its depth, which is 1 for the root's children.
+
+    Example:
+        >>> round(float(hit_rate(HitRates().table, 0, depth=1)), 2)
+        0.24
+    """
     of_kind, of_depth = _factors_of(feature, depth)
     prob, factor = table[feature, 0], table[of_kind, 0] * table[of_depth, 0]
     return prob * factor / (1.0 - prob + prob * factor)
@@ -202,6 +238,14 @@ def count_hits(table, prior, frequent, parents, tokens, features, emitted, count
         features: int32 `[k]`.
         emitted: int32 `[n]`, the tokens after the root.
         counts: Whether to count the frequency of emitted tokens too.
+
+    Example:
+        >>> rates = HitRates()
+        >>> parents, tokens, features = np.array([[0, 0, 0], [5, 6, 7], [0, 0, 1]], np.int32)
+        >>> emitted = np.array([6], np.int32)
+        >>> count_hits(rates.table, rates.prior, rates.frequent, parents, tokens, features, emitted, False)
+        >>> rates.table[:2, 1:].tolist()  # hits and trials
+        [[1.0, 1.0], [0.0, 1.0]]
     """
     if counts:
         _count(frequent, emitted)
@@ -237,6 +281,14 @@ def copied(parents, tokens, features, placed, argmax):
         features: int32 `[k]`.
         placed: int32 `[k]`, the node of the verified tree that each candidate became, 0 if it was left out.
         argmax: int32 `[nodes]`, the target's likeliest token after every node of that tree.
+
+    Example:
+        >>> from lookahead.ngram.features import feature_of_match, support_of
+        >>> copy = feature_of_match(8, 0, support_of(0, 1, 1))
+        >>> parents, tokens, features = np.array([[0, 0, 1], [5, 6, 7], [0, copy, copy]], np.int32)
+        >>> placed, argmax = np.array([[0, 1, 2], [6, 9, 9]], np.int32)
+        >>> copied(parents, tokens, features, placed, argmax).tolist()  # after the second node the target leaves it
+        [True, False, True]
     """
     nodes, has_child = np.zeros(argmax.size, np.bool_), np.zeros(argmax.size, np.bool_)
     for node in range(parents.size - 1, 0, -1):

@@ -23,8 +23,9 @@ class LiveOutputs:
         >>> live = LiveOutputs()
         >>> for row, tokens in ((0, [5, 6]), (1, [8]), (0, [7])):
         ...     live.extend(row, np.array(tokens, np.int32))
-        >>> [live.chains.tokens[slice(*live.span_of(row))].tolist() for row in (0, 1, 2)]
-        [[5, 6, 7], [8], []]
+        >>> live.end(1)
+        >>> [live.chains.tokens[slice(*live.span_of(row))].tolist() for row in (0, 1)]
+        [[5, 6, 7], []]
     """
 
     def __init__(self) -> None:

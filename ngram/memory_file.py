@@ -33,7 +33,13 @@ Records = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class MemoryHeader(FileHeader):
-    """The header of a memory file."""
+    """The header of a memory file.
+
+    Example:
+        >>> header = MemoryHeader(fingerprint=1, vocabulary=9, contexts=1, max_contexts=8)
+        >>> header.sizes(), len(header.pack())
+        ((168, True), 128)
+    """
 
     kind, magic, version, owner = "memory", b"LKMEM\r\n\x1a", VERSION, "model"
     shown = ("contexts", "max_contexts", "vocabulary")
@@ -55,6 +61,12 @@ def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) 
 
     The checksum finds accidental damage; token ids are checked too, since a forged file may have a valid checksum.
     Raises ValueError if the file is damaged, or does not fit the header of the model in use.
+
+    Example:
+        >>> header = MemoryHeader(fingerprint=1, vocabulary=9, contexts=0, max_contexts=8)
+        >>> header = write_memory("a.memory", header, np.array([[256, 0, 0, 0, 0]], np.uint64))
+        >>> read_memory("a.memory", fits=header)[1].tolist()
+        [[256, 0, 0, 0, 0]]
     """
     path = Path(path)
     with MemoryHeader.opened(path) as (header, file):
@@ -73,14 +85,26 @@ def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) 
 
 
 def write_memory(path: str | os.PathLike[str], header: MemoryHeader, records: Records) -> MemoryHeader:
-    """Write records to a memory file, atomically; returns its header, with the number of records and the checksum."""
+    """Write records to a memory file, atomically; returns its header, with the number of records and the checksum.
+
+    Example:
+        >>> header = MemoryHeader(fingerprint=1, vocabulary=9, contexts=0, max_contexts=8)
+        >>> write_memory("a.memory", header, np.zeros((3, 5), np.uint64)).contexts
+        3
+    """
     if not 1 <= header.vocabulary <= MAX_VOCABULARY:
         raise ValueError(f"{path}: the vocabulary must be from 1 to {MAX_VOCABULARY}, got {header.vocabulary}")
     return replace(header, contexts=len(records)).write(path, records)
 
 
 def merge_records(parts: Sequence[Records], most: int) -> Records:
-    """Merge records, of each context the first one; returns at most `most`, the youngest, sorted."""
+    """Merge records, of each context the first one; returns at most `most`, the youngest, sorted.
+
+    Example:
+        >>> new, old = np.array([[[256, 0, 0, 0, 0]], [[257, 0, 0, 0, 0]]], np.uint64)  # one context, of age 0 and 1
+        >>> merge_records([new, old], most=8)[:, 0].tolist()
+        [256]
+    """
     everything = np.concatenate(parts)
     words = everything[:, 0]
     _, first = np.unique(words >> np.uint64(8), return_index=True)
@@ -92,14 +116,25 @@ def merge_records(parts: Sequence[Records], most: int) -> Records:
 
 
 def aged(records: Records) -> Records:
-    """The same records one merge later."""
+    """The same records one merge later.
+
+    Example:
+        >>> aged(np.array([[256, 0, 0, 0, 0]], np.uint64))[:, 0].tolist()
+        [257]
+    """
     older = records.copy()
     older[:, 0] += (older[:, 0] & np.uint64(OLDEST)) < OLDEST
     return older
 
 
 def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> SuccessorTable:
-    """A table of at least `contexts` entries that holds `records`, with room for as many new ones."""
+    """A table of at least `contexts` entries that holds `records`, with room for as many new ones.
+
+    Example:
+        >>> table = table_of(np.array([[256, 0, 0, 0, 0]], np.uint64), contexts=8)
+        >>> table.entries["key"][table.entries["key"] > 0].tolist()
+        [257]
+    """
     size = max(contexts, 2 * len(records))
     table = SuccessorTable(-(-size // WAYS) * WAYS)
     entries = np.zeros(len(records), ENTRY)
@@ -119,7 +154,14 @@ def table_of(records: Records, contexts: int = DEFAULT_CONTEXTS) -> SuccessorTab
 
 
 def records_of(table: SuccessorTable, vocabulary: int) -> tuple[Records, Records]:
-    """The records of a table: those stored since it was made, with age 0, and those it was made from."""
+    """The records of a table: those stored since it was made, with age 0, and those it was made from.
+
+    Example:
+        >>> table = table_of(np.array([[256, 0, 0, 0, 0]], np.uint64), contexts=8)
+        >>> new, old = records_of(table, vocabulary=9)
+        >>> len(new), old.tolist()
+        (0, [[256, 0, 0, 0, 0]])
+    """
     entries = table.entries[table.entries["key"] != 0]
     records = np.zeros((len(entries), _WORDS), np.uint64)
     record = records.view(_RECORD)[:, 0]

@@ -25,7 +25,13 @@ _READ_AT_ONCE = 1 << 20  # numbers
 
 @dataclass(frozen=True, slots=True)
 class PoolHeader(FileHeader):
-    """The header of a pool file."""
+    """The header of a pool file.
+
+    Example:
+        >>> header = PoolHeader(fingerprint=1, length=3, slots=1024, tokens=2, documents=1, largest_token=6)
+        >>> header.sizes()
+        (16572, True)
+    """
 
     kind, magic, version, owner = "pool", b"LKPOOL\r\n", VERSION, "tokenizer"
     shown = ("documents", "tokens", "largest_token")
@@ -53,6 +59,13 @@ class Pool(Chains):
     valid. A file changed by another program could crash this process (reading a page beyond its end is a bus error) or
     lead a search out of bounds: `is_intact` is checked before each use. A copy is the same object, and unpickling opens
     the file again.
+
+    Example:
+        >>> header = write_pool("a.pool", np.array([5, 6, SEPARATOR, 7], np.int32), fingerprint=1)
+        >>> pool = Pool.open("a.pool", fingerprint=1)
+        >>> pool.check_fingerprint(1)  # of the tokenizer
+        >>> pool.is_intact, pool.header == header, pool.tokens.tolist()
+        (True, True, [-1, 5, 6, -1, 7])
     """
 
     __slots__ = ("__weakref__", "_descriptor", "_is_intact", "_version", "header", "path")
@@ -140,6 +153,11 @@ def write_pool(
 
     A file at `path` is replaced once the new one is completely on disk; a crash before leaves it unchanged. With
     `is_learned` the documents are earlier outputs, not a corpus. `fingerprint` identifies their tokenizer.
+
+    Example:
+        >>> header = write_pool("a.pool", np.array([5, 6, SEPARATOR, 7], np.int32), fingerprint=1)
+        >>> header.documents, header.tokens, header.largest_token
+        (2, 3, 7)
     """
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32:
         raise TypeError(f"tokens must be an int32 array, got {getattr(tokens, 'dtype', type(tokens).__name__)}")

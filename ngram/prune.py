@@ -15,7 +15,12 @@ FREE: NDArray[np.float64] = np.zeros(0)  # costs if nodes are free
 
 
 class Limits(NamedTuple):
-    """Limits of the verified part of a tree."""
+    """Limits of the verified part of a tree.
+
+    Example:
+        >>> Limits(max_nodes=8, max_depth=4, min_probability=0.1)[:3]
+        (8, 4, 0.1)
+    """
 
     max_nodes: int  # without the root
     max_depth: int
@@ -36,6 +41,12 @@ def best_nodes(parents: IntArray, probabilities: NDArray[np.floating], max_nodes
     `probabilities` are of each node given its parent, 1 for the root, which does not count.
 
     Source: Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", §4.2 (reranking).
+
+    Example:
+        >>> parents, probabilities = np.array([0, 0, 0, 2], np.int32), np.array([1.0, 0.2, 0.6, 0.5])
+        >>> nodes, kept_parents = best_nodes(parents, probabilities, 2)
+        >>> nodes.tolist(), kept_parents.tolist()
+        ([0, 2, 3], [0, 0, 1])
     """
     nodes = _best_nodes(parents, probabilities.astype(np.float64), max_nodes).astype(np.int32)
     places: IntArray = np.zeros(len(parents), np.int32)
@@ -68,6 +79,12 @@ def select(parents, depths, path_probs, required, limits, costs):
         costs: float64 `[max_nodes + 2]` or longer, of a step by its nodes, including the root; empty if nodes are free.
 
     Returns the selected nodes in layout order, int64 `[n]`.
+
+    Example:
+        >>> parents, depths = np.array([[0, 0, 0, 2], [0, 1, 1, 2]])
+        >>> path_probs, costs = np.array([1.0, 0.1, 0.6, 0.3]), np.array([0.0, 1.0, 1.2, 1.3, 1.9, 2.0])
+        >>> select(parents, depths, path_probs, np.zeros(4), Limits(max_nodes=4, max_depth=2), costs).tolist()
+        [0, 2, 3]
     """
     max_nodes, max_depth, min_probability, is_chain, node_bonus_tokens = limits
     count = len(path_probs)
@@ -101,7 +118,14 @@ def select(parents, depths, path_probs, required, limits, costs):
 
 @jit_inline
 def rank(values, ranked):
-    """Fill `ranked` with indices by descending value, ties in order. Insertion sort: values are nearly sorted."""
+    """Fill `ranked` with indices by descending value, ties in order. Insertion sort: values are nearly sorted.
+
+    Example:
+        >>> ranked = np.zeros(3, np.int64)
+        >>> rank(np.array([0.2, 0.5, 0.2]), ranked)
+        >>> ranked.tolist()
+        [1, 0, 2]
+    """
     for i in range(len(values)):
         at = i
         while at > 0 and values[ranked[at - 1]] < values[i]:
@@ -140,6 +164,13 @@ def union(root, offered, offers):
 
     Returns tokens, parents, depths, sources, and 1 if required, int32 `[5, nodes]`; the highest probability offered
     for each node, float64; and the merged node of every offered node, int32.
+
+    Example:
+        >>> tokens, parents = np.array([5, 6, 5, 6, 7]), np.array([0, 0, 0, 0, 1])  # two trees: 5 6, and 5 6 7
+        >>> offered = tokens, parents, np.ones(5), np.ones(5, np.int32)
+        >>> merged, probs, placed = union(5, offered, np.array([[2, 0, 0], [3, 0, 1]]))
+        >>> merged[0].tolist(), merged[3].tolist(), placed.tolist()  # tokens and sources
+        ([5, 6, 7], [0, 3, 2], [0, 1, 0, 1, 2])
     """
     tokens, parents, probabilities, sources = offered
     most = len(tokens) + 1

@@ -38,6 +38,13 @@ class Trie(NamedTuple):
     """Candidates for the tokens after a context, as a tree by descending path probability; arrays are `[k]`.
 
     Bit i of a node's sources is set if text i offered it; the bit after the texts is set if the recycled table did.
+
+    Example:
+        >>> text = ChainIndex()
+        >>> text.append([5, 6, 7, 5])
+        >>> trie = Search([text], HitRates(), None, (1, 16, 32)).grow(2)
+        >>> trie.tokens.tolist(), trie.parents.tolist(), trie.sources.tolist()
+        ([5, 6, 7], [0, 0, 1], [0, 1, 1])
     """
 
     tokens: IntArray  # node 0, the root, holds the last token of the context
@@ -73,8 +80,17 @@ class Search(KeepsAddresses):
     Example:
         >>> text = ChainIndex()
         >>> text.append([5, 6, 7, 8, 5, 6])
-        >>> Search([text], HitRates(), None, (1, 16, 32)).grow(3).tokens.tolist()
+        >>> search = Search([text], HitRates(), None, (1, 16, 32))
+        >>> trie = search.grow(3)
+        >>> trie.tokens.tolist()
         [6, 7, 8, 5]
+        >>> search.learn(text, trie, np.array([7], np.int32), NOT_VERIFIED, np.zeros(0, np.int32))
+        >>> text.tokens.tolist()
+        [-1, 5, 6, 7, 8, 5, 6, 7]
+        >>> search = Search([], HitRates(), None, (1, 16, 32))
+        >>> search.expect([np.array([1, 2, 3], np.int32)], source=0)
+        >>> search.grow(2, context=np.array([9], np.int32)).tokens.tolist()
+        [9, 1, 2]
     """
 
     __slots__ = ("_cursor", "_learned", "_texts", "record")
@@ -179,6 +195,15 @@ def grow(record, context, options, max_nodes, found, probs):
 
     Returns:
         The number of nodes, including the root.
+
+    Example:
+        >>> text = ChainIndex()
+        >>> text.append([5, 6, 7, 8, 5, 6])
+        >>> search = Search([text], HitRates(), None, (1, 16, 32))
+        >>> found, probs = np.empty((4, 4), np.int32), np.empty(4, np.float32)
+        >>> size = grow(search.record, np.zeros(0, np.int32), (True, FLOOR, False), 3, found, probs)
+        >>> found[0, :size].tolist()
+        [6, 7, 8, 5]
     """
     predicted = _chains_of(record, PREDICTED)
     texts = _chains_of(record, 0), _chains_of(record, 1), _chains_of(record, 2), _chains_of(record, _LIVE), predicted

@@ -31,6 +31,13 @@ class SuccessorTable:
     A set-associative cache: the hash of a context of 1 to 4 tokens selects a set of four entries, and a new context
     replaces the oldest entry. 56 bits of the hash are stored and compared, so that contexts are not confused. A context
     takes 64 bytes.
+
+    Example:
+        >>> table, token = SuccessorTable(contexts=8), np.array([5], np.int32)
+        >>> top, probs = np.arange(TOP, dtype=np.int32)[None], np.full((1, TOP), 0.1, np.float32)
+        >>> table.store(token, np.zeros(1, np.int32), token, top, probs)
+        >>> table.entries[table.entries["key"] > 0]["tokens"].tolist()
+        [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
 
     __slots__ = ("entries", "now")
@@ -97,6 +104,12 @@ def hash_context(before, end, tokens, parents, node, hashes):
         parents: Integers `[k]`.
         node: The node, below k.
         hashes: uint64 `[ORDERS]`, filled.
+
+    Example:
+        >>> hashes, tokens = np.zeros(ORDERS, np.uint64), np.array([5, 6])
+        >>> with np.errstate(over="ignore"):  # compiled functions do not report overflow
+        ...     hash_context(tokens, 2, tokens[1:], np.zeros(1, np.int64), 0, hashes)
+        2
     """
     code = np.uint64(0)
     for order in range(ORDERS):
@@ -115,7 +128,12 @@ def hash_context(before, end, tokens, parents, node, hashes):
 
 @jit_inline
 def group_of(entries, code):
-    """The set of a context. It is monotonic in the hash, so that sorted contexts fill a table from front to back."""
+    """The set of a context. It is monotonic in the hash, so that sorted contexts fill a table from front to back.
+
+    Example:
+        >>> int(group_of(np.zeros((8, WAYS), ENTRY), np.uint64(1 << 63)))
+        4
+    """
     return np.int64(((code >> np.uint64(32)) * np.uint64(entries.shape[0])) >> np.uint64(32))
 
 
@@ -125,6 +143,12 @@ def find_context(entries, since, hashes, orders):
 
     Entries stored up to the time `since` are foreign. A newer context takes precedence over a foreign one that is one
     token longer.
+
+    Example:
+        >>> table, key = SuccessorTable(contexts=8), np.array([257], np.uint64)
+        >>> table.entries[0, 2]["key"], table.entries[0, 2]["time"] = 257, 1
+        >>> [[*map(int, find_context(table.entries, since, key, 1))] for since in (0, 1)]
+        [[1, 0, 2, 0], [1, 0, 2, 1]]
     """
     longest, found_group, found_way = 0, 0, 0
     for order in range(orders, 0, -1):
@@ -153,6 +177,13 @@ def store_tree(entries, now, before, parents, tokens, top, probs, skipped):
         top: int32 `[k, 8]`.
         probs: float32 `[k, 8]`.
         skipped: bool `[k]`, nodes for which nothing is stored.
+
+    Example:
+        >>> table, token, skipped = SuccessorTable(contexts=8), np.array([5], np.int32), np.array([False])
+        >>> top, probs = np.zeros((1, TOP), np.int32), np.zeros((1, TOP), np.float32)
+        >>> store_tree(table.entries, table.now, token, np.zeros(1, np.int32), token, top, probs, skipped)
+        >>> table.now.item()  # writes
+        1
     """
     hashes = np.empty(ORDERS, np.uint64)
     for node in range(tokens.size):

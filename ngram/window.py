@@ -21,7 +21,14 @@ _WINDOW_PROB = 0.05  # of a window node given its parent
 
 @dataclass(frozen=True, slots=True)
 class WindowTree:
-    """A window and guesses, merged into one tree; arrays are `[k]`."""
+    """A window and guesses, merged into one tree; arrays are `[k]`.
+
+    Example:
+        >>> window = JacobiWindow(width=2, ngram_size=3, context=np.array([7, 7, 9], np.int32))
+        >>> tree = window.tree(max_nodes=8)
+        >>> tree.parents.tolist(), tree.cells.tolist(), tree.required
+        ([0, 0], [[0, 1]], 2)
+    """
 
     tokens: IntArray  # the root, node 0, is the last token
     parents: IntArray  # a parent comes before its children, whose tokens all differ
@@ -40,8 +47,8 @@ class JacobiWindow:
 
     Example:
         >>> window = JacobiWindow(width=2, ngram_size=3, context=np.array([7, 7, 7], np.int32))
-        >>> window.cells.tolist()
-        [[7, 7]]
+        >>> window.tree(max_nodes=8).tokens.tolist()
+        [7, 7]
         >>> window.slide(np.array([[3, 4]], np.int32), np.array([9], np.int32), np.array([7, 9], np.int32))
         >>> window.cells.tolist()  # 4 is the answer after the cell that is now column 0; column 1 is drawn
         [[9, 9], [4, 7]]
@@ -127,6 +134,15 @@ def ngrams_of_step(
         before: int32 `[n]`, the tokens up to and including the root that may enter the pool; at least one.
         emitted: int32 `[m]`, the tokens of the step.
         max_length: Maximum tokens of a guess with the tokens before it, at least 2.
+
+    Example:
+        >>> context = np.array([7, 7, 7], np.int32)
+        >>> window = JacobiWindow(width=2, ngram_size=3, context=context)
+        >>> tree, answers = window.tree(max_nodes=8), np.array([[3, 4]], np.int32)
+        >>> argmax, emitted = answers[0], np.array([3], np.int32)
+        >>> step = {"before": context, "emitted": emitted, "max_length": 3}
+        >>> ngrams_of_step(window, tree, answers, argmax, **step).tolist()
+        [7, 4, -1, 7, 3, -1, 7, 7, 3]
     """
     documents: list[int] = []
     columns, column_answers = window.cells.T.tolist(), answers.T.tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 import lookahead
-import lookahead.drafting.cost_model
 from lookahead.decoding.assembly import node_cost
 from lookahead.drafting.budget import DraftingBudget
 from lookahead.drafting.controller import Controller, StepRecord
@@ -23,10 +21,6 @@ from lookahead.drafting.select import merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.model.model_state import state_of
 from lookahead.ngram.prune import Limits
-
-
-def test_the_example_of_the_docstring_holds() -> None:
-    assert doctest.testmod(lookahead.drafting.cost_model).failed == 0
 
 
 def test_before_any_measurement_a_node_costs_a_share_of_a_step() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import os
 import subprocess
 import sys
@@ -13,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.ngram import acceptance as hits
-from lookahead.ngram import chains, search, window
+from lookahead.ngram import hit_rates as hits
+from lookahead.ngram import search
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.features import RANKS, feature_of_match
 from lookahead.ngram.hit_rates import HitRates
@@ -332,11 +331,6 @@ def test_the_first_guess_falls_with_the_rank_and_grows_with_the_match():
         assert (np.diff(prior[:, 0]) > 0).all()
         assert (np.diff(prior, axis=1) < 0).all()
     assert ((rates.prior > 0) & (rates.prior < 1)).all()
-
-
-@pytest.mark.parametrize("module", [chains, search, window, hits], ids=lambda module: module.__name__)
-def test_the_examples_in_the_docstrings_hold(module):
-    assert doctest.testmod(module).failed == 0
 
 
 def test_without_compilation_the_cores_give_the_same():
