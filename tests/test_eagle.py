@@ -17,9 +17,9 @@ from lookahead.ngram.hit_rates import AcceptanceTable
 from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, fused_layers
 from lookahead.plugins.heads.guess_tree import GuessTree
 from lookahead.plugins.heads.head_files import open_heads, write_heads
-from lookahead.plugins.heads.target import hidden_states
+from lookahead.plugins.heads.target import hidden_states, unembed
 from lookahead.plugins.heads.training.examples import collate, make_example
-from lookahead.plugins.heads.training.learners import DraftStarts, EagleLearner
+from lookahead.plugins.heads.training.learners import DECAY, DraftStarts, EagleLearner
 from lookahead.plugins.heads.training.train_heads import frequent_tokens
 from tests.support.families import FAMILIES, build, cases
 
@@ -115,12 +115,35 @@ def test_the_steps_of_training_are_those_of_drafting(head, tiny_llama):
 
 def test_untrained_steps_have_losses_with_gradients_for_every_weight(tiny_llama):
     examples = [make_example([4, 5], range(10, 22), 99), make_example([3], range(30, 37), 99)]
-    batch = {**collate(examples), "number": torch.tensor(0)}
+    batch = collate(examples)
     learner = EagleLearner(EagleHead.fresh(tiny_llama, frequent_tokens(examples, tiny_llama, 40)), tiny_llama, 3)
     learner(**batch)["loss"].backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in learner.parameters())
     assert all(parameter.grad is None for parameter in tiny_llama.parameters())
-    assert learner.eval()(**batch)["hits"][0, :, 2].tolist() == [17, 15, 13]
+    assert learner.eval()(**batch)["hits"][0, :, 1].tolist() == [17, 15, 13]
+
+
+def test_the_loss_of_eagle3_is_the_cross_entropy_with_the_model_at_every_step(tiny_llama):
+    torch.manual_seed(3)
+    known = [*range(4, 60)]
+    examples = [make_example([5, 9, 31], [7, 5, 90, 2, 8, 4], 99), make_example([7], [8, 9, 40, 41], 99)]
+    batch, head = collate(examples), EagleHead.fresh(tiny_llama, known)
+    learner = EagleLearner(head, tiny_llama, 3)
+    with torch.no_grad():
+        loss = learner(**batch)["loss"]
+        states = hidden_states(tiny_llama, batch["input_ids"], learner.layers)
+        starts, expected = DraftStarts.of(**batch), 0.0
+        for step, out in enumerate(learner.unroll(states[..., :-32], starts)):
+            terms = []
+            for row, example in enumerate(examples):
+                text = example["input_ids"].tolist()
+                for slot, at in enumerate(starts.positions[row][starts.is_start[row]].tolist()):
+                    if at + 2 + step < len(text) and text[at + 2 + step] in known:
+                        logits = unembed(tiny_llama, states[row, at + 1 + step, -32:])[known]
+                        guess = head.logits(out[row, slot]).log_softmax(-1)
+                        terms.append(-(logits.softmax(-1) * guess).sum())
+            expected += DECAY**step * sum(terms) / len(terms)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_the_last_hidden_states_are_the_same_by_either_name(tiny_llama):

@@ -89,14 +89,12 @@ def test_a_line_is_a_prompt_with_its_output_a_prompt_or_a_text(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "output": "b"}\n\n{"prompt": "c"}\n{"text": "d\\n  e"}\n')
     assert read_records(path) == [Record("a", "b"), Record("c", None), Record(None, "d\n  e")]
-    (tmp_path / "plain.txt").write_text("one\ntwo")
-    assert read_records(tmp_path / "plain.txt") == [Record(None, "one\ntwo")]
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "data.jsonl:1: not valid JSON"),
+        ("Once upon a time", "data.jsonl:1: not valid JSON, and the data must be JSON lines"),
         ('{"text": "a"}\n{"document": "b"}', "data.jsonl:2: must be an object with"),
         ('{"prompt": 3}', "data.jsonl:1: 'prompt' must be a string"),
         ('{"prompt": "a", "output": ""}', "data.jsonl:1: 'output' must be a string that is not empty"),
@@ -138,11 +136,10 @@ def test_a_head_is_asked_only_where_drafting_can_begin_and_only_for_what_is_want
     assert asked[4] == []
 
 
-def test_batches_hold_examples_of_similar_length_and_are_numbered():
+def test_batches_hold_examples_of_similar_length():
     examples = [make_example([1], range(2, 2 + length), 99) for length in (5, 1, 4, 2, 3)]
-    batches = make_batches(examples, 2, first=7)
+    batches = make_batches(examples, 2)
     assert [batch["input_ids"].shape for batch in batches] == [(2, 3), (2, 5), (1, 6)]
-    assert [int(batch["number"]) for batch in batches] == [7, 8, 9]
     assert batches[0]["wanted"].tolist() == [[False, True, False], [False, True, True]]
 
 
@@ -184,28 +181,6 @@ def test_a_damaged_file_of_answers_is_refused_by_name(tmp_path, loaded, content,
         answer_prompts(loaded, ["ab", "c"], file, 3)
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b'{"a": ' + b"[" * 100_000, "cannot be read: nested too deeply"),
-        (b"\xff{}", "cannot be read: 'utf-8' codec"),
-        (b"", "cannot be read"),
-        (b"[]", "must hold a JSON object, got list"),
-        (None, "cannot be read: .*not a regular file"),
-    ],
-    ids=["nested", "no UTF-8", "empty", "no object", "a pipe"],
-)
-def test_a_damaged_file_of_settings_is_refused_by_name(tmp_path, loaded, data, content, says):
-    (tmp_path / "heads").mkdir()
-    (tmp_path / "heads" / "answers.json").write_text("{}")
-    if content is None:
-        os.mkfifo(tmp_path / "heads" / "run.json")
-    else:
-        (tmp_path / "heads" / "run.json").write_bytes(content)
-    with pytest.raises(TrainingError, match=rf"run\.json: {says}"):
-        train_heads(loaded, data, tmp_path / "heads", SETTINGS, resume=True)
-
-
 def test_data_through_a_pipe_is_read_and_given_up_where_nothing_comes(tmp_path, monkeypatch):
     path = tmp_path / "data.jsonl"
     os.mkfifo(path)
@@ -241,7 +216,7 @@ def test_training_raises_held_out_accuracy_and_leaves_the_model_alone(tmp_path, 
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
     for place in (1, 2):
         assert metrics[f"eval_accuracy_{place}"] > untrained[f"eval_accuracy_{place}"] + 0.1
-        assert 1 >= metrics[f"eval_top_5_{place}"] >= metrics[f"eval_accuracy_{place}"]
+        assert metrics[f"eval_accuracy_{place}"] <= 1
     after = loaded.model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert all(parameter.requires_grad for parameter in loaded.model.parameters()) and not loaded.model.training
@@ -270,17 +245,29 @@ def test_a_run_that_was_killed_goes_on_to_the_very_same_heads(tmp_path, loaded, 
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_a_folder_with_another_run_is_refused(tmp_path, loaded, data):
+def test_a_run_of_several_epochs_that_was_killed_goes_on_to_the_very_same_heads(tmp_path, loaded, data):
+    settings = replace(SETTINGS, kind="eagle3", steps=14, batch_size=8)
+    train_heads(loaded, data, tmp_path / "whole", settings)
+
+    def kill(line):
+        if line.startswith("step 9 "):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_heads(loaded, data, tmp_path / "cut", settings, say=kill)
+    train_heads(loaded, data, tmp_path / "cut", settings, resume=True)
+    whole, cut = ((tmp_path / each / "model.safetensors").read_bytes() for each in ("whole", "cut"))
+    assert whole == cut
+
+
+def test_a_folder_with_a_run_is_refused(tmp_path, loaded, data):
     train_heads(loaded, data, tmp_path / "heads", SETTINGS)
     with pytest.raises(TrainingError, match="already holds a run: pass --resume"):
         train_heads(loaded, data, tmp_path / "heads", SETTINGS)
-    with pytest.raises(TrainingError, match="heads = 2, not 3"):
-        train_heads(loaded, data, tmp_path / "heads", replace(SETTINGS, heads=3), resume=True)
 
 
 def test_finished_heads_are_not_overwritten_and_a_run_that_did_nothing_is_begun_anew(tmp_path, loaded, data):
     (tmp_path / "heads").mkdir()
-    (tmp_path / "heads" / "run.json").write_text('{"kind": "eagle3"}')
     train_heads(loaded, data, tmp_path / "heads", SETTINGS)
     shutil.rmtree(tmp_path / "heads" / "checkpoints")
     with pytest.raises(TrainingError, match="already holds a run: pass --resume"):
@@ -289,7 +276,7 @@ def test_finished_heads_are_not_overwritten_and_a_run_that_did_nothing_is_begun_
 
 def medusa_batch(vocab, tokens):
     ids, wanted = torch.randint(0, vocab, (1, tokens)), torch.ones(1, tokens, dtype=torch.bool)
-    return {"input_ids": ids, "wanted": wanted, "number": torch.tensor(0)}
+    return {"input_ids": ids, "wanted": wanted}
 
 
 def test_one_head_at_a_time_needs_the_memory_of_one_head_whatever_their_number(tiny_llama):
@@ -317,7 +304,7 @@ def test_the_loss_of_medusa_is_the_cross_entropy_of_every_head(tiny_llama):
     learner = MedusaLearner(MedusaHeads(32, 101, heads=3), tiny_llama)
     loss = learner(**batch)["loss"]
     loss.backward()
-    states = tiny_llama.model(batch["input_ids"]).last_hidden_state[0].detach().bfloat16().float()
+    states = tiny_llama.model(batch["input_ids"]).last_hidden_state[0].detach()
     expected = 0.0
     for index, head in enumerate(learner.heads):
         labels = batch["input_ids"][0, 4 + index :]

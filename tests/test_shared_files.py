@@ -235,8 +235,8 @@ def test_what_processes_add_to_a_file_at_once_is_all_there(
 
 
 def test_a_folder_of_heads_is_written_by_one_run(tiny_llama: Any, tiny_tokenizer: Any) -> None:
-    Path("data.txt").write_text("What is this about?")
-    loaded, data, output = LoadedModel(tiny_llama, tiny_tokenizer), Path("data.txt"), Path("new/heads")
+    Path("data.jsonl").write_text('{"text": "What is this about?"}')
+    loaded, data, output = LoadedModel(tiny_llama, tiny_tokenizer), Path("data.jsonl"), Path("new/heads")
     output.mkdir(parents=True)
     message = "new/heads is being written by another process; wait for it, stop it, or choose another --output"
     with locked(output), pytest.raises(TrainingError, match=message):

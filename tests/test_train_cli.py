@@ -52,7 +52,7 @@ def test_heads_are_trained_measured_and_drafted_with(lookahead, folder, model_fo
     assert "24 prompts without an output: the model answers them first" in trained.stderr
     assert "step 6 of 6: loss" in trained.stderr and "written to heads" in trained.stderr
     rows = [line.split() for line in trained.stdout.splitlines() if "%" in line]
-    assert [row[0] for row in rows] == ["1", "2"] and all(len(row) == 3 for row in rows)
+    assert [row[0] for row in rows] == ["1", "2"] and all(len(row) == 2 for row in rows)
     plain = lookahead("generate", "abc", "--proposers", "none", "--max-new-tokens", 30)
     drafted = lookahead("generate", "abc", "--heads", "heads", "--max-new-tokens", 30)
     assert drafted.exit_code == 0, drafted.stderr
@@ -67,7 +67,7 @@ def test_json_is_one_object_and_nothing_else(lookahead):
     trained = lookahead("train", "eagle3", "--data", "data.jsonl", "-o", "heads", "--steps", 2, "--json", *OPTIONS)
     figures = json.loads(trained.stdout)
     assert figures["heads"] == "heads"
-    assert {"heads", *(f"eval_{name}_{place}" for name in ("accuracy", "top_5") for place in (1, 2))} == set(figures)
+    assert set(figures) == {"heads", "eval_accuracy_1", "eval_accuracy_2"}
 
 
 @pytest.mark.parametrize(

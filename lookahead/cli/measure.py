@@ -96,7 +96,7 @@ def explain(options: ExplainOptions) -> None:
 class TrainOptions(ModelOptions):
     kind: str = option(help="medusa or eagle3.", argument=True, metavar="KIND")
     data: Path = option(
-        help="Text, or JSON lines with 'text', with 'prompt' and 'output', or with 'prompt' alone.", metavar="FILE"
+        help="JSON lines with 'text', with 'prompt' and 'output', or with 'prompt' alone.", metavar="FILE"
     )
     output: Path = option(MISSING, "Folder for the heads.", "--output", "-o", metavar="DIR")
     heads: int = option(4, "Tokens drafted beyond the next one: heads, or steps of EAGLE.")
@@ -117,8 +117,8 @@ def train(options: TrainOptions) -> None:
     r"""Train heads that draft several tokens at once.
 
     The model first answers every prompt that has no output, since its heads predict its own text. The command prints,
-    for every position, the share of held-out tokens that the first guess predicts, and that one of five guesses
-    predicts. It needs accelerate: pip install 'lookahead-decoding\[train]'.
+    for every position, the share of held-out tokens that the heads guess right. It needs accelerate:
+    pip install 'lookahead-decoding\[train]'.
 
     For example:
 
@@ -145,11 +145,7 @@ def train(options: TrainOptions) -> None:
         print(json.dumps({"heads": str(options.output), **metrics}))
         return
     rows = [
-        {
-            "tokens ahead": str(place),
-            "guessed right": f"{metrics[f'eval_accuracy_{place}']:.1%}",
-            "one of five": f"{metrics[f'eval_top_5_{place}']:.1%}",
-        }
+        {"tokens ahead": str(place), "guessed right": f"{metrics[f'eval_accuracy_{place}']:.1%}"}
         for place in range(1, options.heads + 1)
     ]
     console(sys.stdout).print(table(rows))

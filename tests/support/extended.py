@@ -21,7 +21,6 @@ EXTENDED = {
     "tests/test_tables.py": ("lookahead/cli/*",),
     # Training
     "tests/test_head_training.py": ("lookahead/plugins/heads/*",),
-    "tests/test_kept_states.py": ("lookahead/plugins/heads/*",),
     "tests/test_train_cli.py": ("lookahead/plugins/heads/*", "lookahead/cli/*"),
     # CUDA graphs on a CPU, and kernels that are interpreted or compiled ahead of time
     "tests/test_graphs.py": ("lookahead/*/cuda_graphs.py", "lookahead/*/tree_pass.py"),

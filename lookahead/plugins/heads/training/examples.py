@@ -21,14 +21,10 @@ from lookahead.model.facts import vocabulary_size
 from lookahead.plugins.heads.head_files import read_object
 from lookahead.utils.atomic import parse_json, write_atomically
 
-_JSON = (".jsonl", ".ndjson")
-
 Say = Callable[[str], None]
 """Receives progress messages, one line each."""
 Example = dict[str, Tensor]
 """`input_ids` int64 `[tokens]`, and `wanted` bool `[tokens]`: whether a token is model output, which heads guess."""
-Batch = dict[str, Tensor]
-"""The same `[batch, tokens]`, and the `number` of the batch."""
 
 
 class Record(NamedTuple):
@@ -39,7 +35,7 @@ class Record(NamedTuple):
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read a text file, or JSON lines (`.jsonl`) with `prompt` and `output`, with `prompt` alone, or with `text`.
+    """Read JSON lines with `prompt` and `output`, with `prompt` alone, or with `text`.
 
     TrainingError if the file cannot be read or a line is invalid; the message names the line.
     """
@@ -49,11 +45,8 @@ def read_records(path: Path) -> list[Record]:
     except (OSError, DocumentError) as error:
         told = error if isinstance(error, DocumentError) else f"{path}: {error.strerror or error}"
         raise TrainingError(str(told)) from error
-    if path.suffix.lower() not in _JSON:
-        records = [Record(None, text)] if text.strip() else []
-    else:
-        lines = enumerate(text.split("\n"), start=1)  # splitlines splits at U+2028, which JSON strings may contain
-        records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    lines = enumerate(text.split("\n"), start=1)  # splitlines splits at U+2028, which JSON strings may contain
+    records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not records:
         raise TrainingError(f"{path}: nothing to train on")
     return records
@@ -63,7 +56,7 @@ def _record(line: str, place: str) -> Record:
     try:
         values: Any = parse_json(line)
     except ValueError as error:
-        raise TrainingError(f"{place}: not valid JSON: {error}") from error
+        raise TrainingError(f"{place}: not valid JSON, and the data must be JSON lines: {error}") from error
     if not isinstance(values, dict) or not ("prompt" in values or "text" in values):
         raise TrainingError(f"{place}: must be an object with 'prompt', 'prompt' and 'output', or 'text'")
     prompt, output = values.get("prompt"), values.get("output" if "prompt" in values else "text")
@@ -156,16 +149,12 @@ def split_examples(examples: Sequence[Example], every: int) -> tuple[list[Exampl
     return train, held_out
 
 
-def make_batches(examples: Sequence[Example], size: int, first: int = 0) -> list[Batch]:
-    """Batches of examples of similar length, padded on the right with tokens that are not wanted.
-
-    They are numbered from `first`.
-    """
+def make_batches(examples: Sequence[Example], size: int) -> list[dict[str, Tensor]]:
+    """Batches of examples of similar length."""
     ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
-    batches = [collate(ordered[begin : begin + size]) for begin in range(0, len(ordered), size)]
-    return [{**batch, "number": torch.tensor(number)} for number, batch in enumerate(batches, start=first)]
+    return [collate(ordered[begin : begin + size]) for begin in range(0, len(ordered), size)]
 
 
-def collate(examples: Sequence[Example]) -> Batch:
-    """One batch of examples."""
+def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """A batch `[batch, tokens]` of examples, padded on the right with tokens that are not wanted."""
     return {name: pad_sequence([example[name] for example in examples], batch_first=True) for name in examples[0]}

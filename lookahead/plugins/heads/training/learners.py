@@ -17,7 +17,6 @@ from lookahead.plugins.heads.medusa import MedusaHeads
 from lookahead.plugins.heads.target import gather_positions, hidden_states, unembed
 
 DECAY = 0.8  # weight of a head's or step's loss relative to the previous one: later tokens are harder and matter less
-KEPT_BYTES = 2 << 30  # hidden states kept for further epochs, at most
 
 
 class DraftStarts(NamedTuple):
@@ -60,27 +59,23 @@ class Learner(nn.Module, ABC):
         super().__init__()
         self.layers = layers
         self._models = (model,)  # in a tuple, so that it is no submodule
-        self._kept: dict[int, Tensor] = {}  # hidden states by the number of the batch
-        self._bytes = 0
 
     @property
     def model(self) -> PreTrainedModel:
         """The model whose tokens the heads guess."""
         return self._models[0]
 
-    def forward(self, input_ids: Tensor, wanted: Tensor, number: Tensor) -> dict[str, Tensor]:
-        """The loss of a batch, and int64 `[1, depth, 3]`: for each guessed token top-1 hits, top-5 hits and trials.
-
-        `input_ids` and `wanted` are `[batch, tokens]`; `number` tells the batch from others.
-        """
+    def forward(self, input_ids: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+        """The loss of a batch `[batch, tokens]`, and int64 `[1, depth, 2]`: hits and trials of each guessed token."""
         starts = DraftStarts.of(input_ids, wanted)
         loss, hits = torch.zeros((), device=input_ids.device), []
-        for step, (step_loss, logits) in enumerate(self.steps(self._read(input_ids, int(number)), starts)):
+        with torch.no_grad():
+            states = hidden_states(self.model, input_ids, self.layers).float()
+        for step, (step_loss, logits) in enumerate(self.steps(states, starts)):
             loss = loss + DECAY**step * step_loss
             if not self.training:
                 labels = starts.labels(step)[1]
-                right = self.token_ids(logits.topk(min(5, logits.shape[-1])).indices) == labels[:, None]
-                hits.append((int(right[:, 0].sum()), int(right.any(1).sum()), len(labels)))
+                hits.append((int((self.token_ids(logits.argmax(-1)) == labels).sum()), len(labels)))
         return {"loss": loss} if self.training else {"loss": loss, "hits": torch.tensor([hits])}
 
     @abstractmethod
@@ -93,17 +88,6 @@ class Learner(nn.Module, ABC):
     def token_ids(self, indices: Tensor) -> Tensor:
         """The model's token ids for indices into the logits."""
         return indices
-
-    @torch.no_grad()
-    def _read(self, input_ids: Tensor, number: int) -> Tensor:
-        """The hidden states of a batch in bfloat16 precision; the model reads it once if they can be kept."""
-        states = self._kept.get(number)
-        if states is None:
-            states = hidden_states(self.model, input_ids, self.layers).bfloat16()
-            if self._bytes + states.nbytes <= KEPT_BYTES:
-                self._kept[number] = states.cpu()
-                self._bytes += states.nbytes
-        return states.to(input_ids.device).float()
 
 
 class MedusaLearner(Learner):

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from transformers import PreTrainedModel
 
 from lookahead.errors import TrainingError
 from lookahead.loading.loading import LoadedModel
 from lookahead.plugins.heads.eagle import DRAFT_VOCAB, EagleHead
-from lookahead.plugins.heads.head_files import TrainedHeads, read_object, write_heads
+from lookahead.plugins.heads.head_files import TrainedHeads, write_heads
 from lookahead.plugins.heads.medusa import MedusaHeads
 from lookahead.plugins.heads.target import lm_head
 from lookahead.plugins.heads.training import examples as data_of
 from lookahead.plugins.heads.training.examples import Example, Say
 from lookahead.plugins.heads.training.learners import EagleLearner, Learner, MedusaLearner
-from lookahead.utils.atomic import write_atomically
-from lookahead.utils.fingerprints import model_fingerprint
 from lookahead.utils.locks import locked
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 KINDS = ("medusa", "eagle3")
-_SETTINGS = "run.json"
 _ANSWERS = "answers.json"  # the model's answers to the prompts of the data
 _DONE = "trainer_state.json"  # written last into a checkpoint
-_SHOWN = ("loss", "eval_accuracy", "eval_top_5")
+_SHOWN = ("loss", "eval_accuracy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,23 +85,20 @@ def train_heads(
         data: The file of examples.
         output: The folder for the heads and the checkpoints.
         settings: The settings of the run.
-        resume: Whether to continue the run in `output` from its last checkpoint.
+        resume: Whether to continue the run in `output` from its last checkpoint; the other arguments must be the same.
         say: Receives progress messages.
 
     Returns:
-        For each guessed token, the top-1 accuracy on held-out examples, `eval_accuracy_1` and so on, and the top-5
-        accuracy, `eval_top_5_1` and so on.
+        For each guessed token, the accuracy on held-out examples: `eval_accuracy_1` and so on.
 
     Raises:
-        TrainingError: accelerate is missing, the data is unusable, or the folder belongs to another run.
+        TrainingError: accelerate is missing, the data is unusable, or the folder holds a run.
         HeadsError: The model does not support heads.
     """
     check_trainer()
     records = data_of.read_records(data)
     lm_head(loaded.model)
-    digest = xxhash.xxh3_64_hexdigest(json.dumps(records).encode())
-    run = {**asdict(settings), "model": model_fingerprint(loaded.model), "data": digest}
-    with _entered(output, run, resume=resume):
+    with _entered(output, resume=resume):
         prompts = [prompt for prompt, text in records if text is None and prompt is not None]
         answers: dict[str, list[int]] = {}
         if prompts:
@@ -131,13 +123,12 @@ def _last_checkpoint(output: Path) -> Path | None:
 
 
 @contextmanager
-def _entered(output: Path, run: dict[str, Any], *, resume: bool) -> Iterator[None]:
-    """Lock the folder of a run, and create it. TrainingError if it holds another run or another process uses it.
+def _entered(output: Path, *, resume: bool) -> Iterator[None]:
+    """Lock the folder of a run, and create it. TrainingError if another process uses it, or it holds a run to resume.
 
     A run that has neither answers, a checkpoint nor heads is begun anew.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    path = output / _SETTINGS
     with ExitStack() as stack:
         try:
             stack.enter_context(locked(output, timeout_s=0))
@@ -145,18 +136,9 @@ def _entered(output: Path, run: dict[str, Any], *, resume: bool) -> Iterator[Non
             what = "is being written by another process; wait for it, stop it, or choose another --output"
             raise TrainingError(f"{output} {what}") from error
         has_files = any((output / name).exists() for name in (_ANSWERS, "config.json"))
-        if has_files or _last_checkpoint(output) is not None:
-            if not resume:
-                raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
-            before = read_object(path, TrainingError)
-            for name, value in run.items():
-                if before.get(name) != value:
-                    raise TrainingError(
-                        f"{output} holds a run with {name} = {before.get(name)}, not {value}: repeat its options, its "
-                        "model and its data, or choose another --output"
-                    )
+        if not resume and (has_files or _last_checkpoint(output) is not None):
+            raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
         output.mkdir(exist_ok=True)
-        write_atomically(path, json.dumps(run, indent=2) + "\n")
         yield
 
 
@@ -203,13 +185,12 @@ def _prepare(
     )
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # else Trainer would split a batch among GPUs, and the model is on one
-    batches = data_of.make_batches(train, settings.batch_size)
     trainer = Trainer(  # also sets the seed
         model=learner,
         args=arguments,
         data_collator=lambda items: items[0],
-        train_dataset=batches,
-        eval_dataset=data_of.make_batches(held_out, settings.batch_size, len(batches)),
+        train_dataset=data_of.make_batches(train, settings.batch_size),
+        eval_dataset=data_of.make_batches(held_out, settings.batch_size),
         compute_metrics=_accuracies,
         callbacks=[LogLines()],
     )
@@ -218,12 +199,10 @@ def _prepare(
 
 
 def _accuracies(evaluated: Any) -> dict[str, float]:
-    """The shares of hits, of the counts `[batches, depth, 3]` of `Learner.forward`."""
-    metrics = {}
-    for place, (first, five, trials) in enumerate(evaluated.predictions.sum(0).tolist(), start=1):
-        metrics[f"accuracy_{place}"] = round(first / max(1, trials), 4)
-        metrics[f"top_5_{place}"] = round(five / max(1, trials), 4)
-    return metrics
+    """The share of hits of each guessed token, of the counts `[batches, depth, 2]` of `Learner.forward`."""
+    hits, trials = evaluated.predictions.sum(0).T
+    shares = (hits / trials.clip(1)).round(4).tolist()
+    return {f"accuracy_{place}": share for place, share in enumerate(shares, start=1)}
 
 
 def untrained(model: PreTrainedModel, train: list[Example], settings: Settings) -> tuple[Learner, TrainedHeads]:
