@@ -10,10 +10,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import numba
 import pytest
 import typer
-from numba.core import event
 from typer.testing import CliRunner
 
 import lookahead
@@ -22,7 +20,6 @@ from lookahead.cli.app import app
 from lookahead.cli.commands import REMOVED_COMMANDS
 from lookahead.cli.job_options import JobOptions, to_toml
 from lookahead.cli.options import options_of
-from lookahead.utils import jit
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -105,55 +102,6 @@ def test_every_option_of_a_summary_is_a_flag_a_key_of_a_job_file_and_part_of_wha
 
 def test_dir_shows_the_public_names_and_none_but_those_of_every_module():
     assert [name for name in dir(lookahead) if not name.startswith("__")] == sorted(lookahead.__all__)
-
-
-@pytest.mark.parametrize(("silent_s", "lines"), [(0.0, 1), (1e9, 0)])
-def test_compiling_is_told_in_one_line_once_it_takes_a_while(monkeypatch, capsys, silent_s, lines):
-    _forget_compilations(monkeypatch, silent_s)
-    event.unregister("numba:compile", terminal.watch_compilation())  # of commands before in this process
-    terminal.watch_compilation.cache_clear()
-    terminal.watch_compilation()
-    for factor in (1, 2):
-        numba.njit(_of_the_package(factor))(1)
-    assert capsys.readouterr().err.count("\n") == lines
-
-
-def _forget_compilations(monkeypatch, silent_s=0.0):
-    monkeypatch.setattr(jit, "_SILENT_S", silent_s)
-    monkeypatch.setattr(jit.compilation, "tell", jit.compilation.tell)
-    for name, value in (("_is_told", False), ("_spent_s", 0.0)):
-        monkeypatch.setattr(jit.compilation, name, value)
-
-
-def _of_the_package(factor):
-    return eval(f"lambda x: x * {factor}", {"__name__": "lookahead.example"})
-
-
-def test_the_line_that_moves_names_what_is_compiled_and_goes_on_with_its_own_text(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
-    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-
-    def _doubled(x: int) -> int:
-        return 2 * x
-
-    with terminal.status_line("reading the prompt"):
-        notice = terminal.watch_compilation()
-        shown = []
-        monkeypatch.setattr(notice.status, "update", shown.append)
-        assert numba.njit(_doubled)(3) == 6
-    assert (shown[0], shown[-1]) == ("compiling doubled, once after an install", "reading the prompt")
-    assert notice.status is None and notice.depth == 0
-
-
-def test_python_says_in_the_log_once_that_functions_of_the_package_are_compiled(caplog, monkeypatch):
-    _forget_compilations(monkeypatch)
-    monkeypatch.setattr(jit.compilation, "tell", jit._Compilation.tell)  # commands before have their own
-    numba.njit(lambda x: x + 4)(1)
-    assert not caplog.messages
-    for factor in (5, 6):
-        numba.njit(_of_the_package(factor))(1)
-    assert len(caplog.messages) == 1 and "once per installation" in caplog.text
 
 
 def test_what_is_said_beside_a_status_line_stands_above_it_in_one_piece(monkeypatch):

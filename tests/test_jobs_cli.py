@@ -34,7 +34,7 @@ def only_error(result):
     errors = [
         line
         for line in result.stderr.splitlines()
-        if not line.startswith(("note: decoding in bf16", "note: compiling"))
+        if not line.startswith(("note: decoding in bf16", "compiling"))
     ]
     assert len(errors) == 1, result.stderr
     return errors[0]

@@ -18,7 +18,6 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -121,59 +120,21 @@ def usage_errors(*, truncates: bool = False) -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
-@functools.cache
-def watch_compilation() -> Any:
-    """Print one line where Numba still compiles a second after it began to, and show what in a line that moves."""
-    from numba.core import event
-
-    from lookahead.utils.jit import compilation
-
-    class Notice(event.Listener):
-        """Is told whenever a function begins and ends to be compiled."""
-
-        depth = 0
-        status: Status | None = None  # the line that moves meanwhile, and what it says else
-        text = ""
-
-        def on_start(self, event: Any) -> None:
-            self.depth += 1
-            self._show(f"compiling {event.data['dispatcher'].py_func.__name__.strip('_')}, once after an install")
-
-        def on_end(self, event: Any) -> None:
-            self.depth -= 1
-            if not self.depth:
-                self._show(self.text)
-
-        def _show(self, text: str) -> None:
-            if self.status is not None:
-                self.status.update(text)
-
-    compilation.tell = functools.partial(say, "note")
-    notice = Notice()
-    event.register("numba:compile", notice)
-    return notice
-
-
 @contextmanager
 def status_line(text: str) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that moves, if that is a terminal, and names what is compiled; yields what changes its text.
+    """A line on stderr that moves, if that is a terminal; yields what changes its text.
 
     An empty text removes it.
     """
-    notice, shown = watch_compilation(), console(sys.stderr).status(text)
+    shown = console(sys.stderr).status(text)
 
     def update(text: str) -> None:
-        notice.text = text
         shown.update(text)
         if not text:
             shown.stop()
 
     with shown:
-        notice.status, notice.text = shown, text
-        try:
-            yield update
-        finally:
-            notice.status = None
+        yield update
 
 
 def _cut_in_the_middle(text: str, room: int) -> str:
@@ -294,7 +255,6 @@ def prepare(options: DeviceOptions, location: str, update: Callable[[str], None]
     """
     from lookahead.loading.quantized import resolve_quantize
 
-    watch_compilation()
     loading.prepare_process(options.threads)
     resolve_quantize(options.quantize, loading.resolve_device(options.device))
 

@@ -20,7 +20,6 @@ import os
 import pickle
 import re
 import secrets
-import time
 import uuid
 import warnings
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import bytecode, caching, event, sigutils
+from numba.core import bytecode, caching, sigutils
 from numba.core.ccallback import CFunc
 
 from lookahead.utils.cache_folders import temporary_folder
@@ -45,7 +44,6 @@ _NumbasCache: Any = caching.FunctionCache
 _NumbasFile: Any = caching.IndexDataCacheFile
 _NumbasIdentity: Any = bytecode.FunctionIdentity
 _log = logging.getLogger(__name__)
-_SILENT_S = 1.0  # shorter compilation is not reported
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written"
 
 
@@ -96,17 +94,25 @@ class _CacheFile(_NumbasFile):  # type: ignore[misc]
             _log.info("the compiled code of %s is not kept: %s", self.stem, error)
 
     def load(self, key: Any) -> Any:
-        """The saved code; None if there is none or it cannot be read."""
-        try:
-            return super().load(key)
-        except _UNREADABLE:
-            return None
+        """The saved code; None if there is none or it cannot be read, and the function will be compiled."""
+        code = None
+        with suppress(*_UNREADABLE):
+            code = super().load(key)
+        if code is None:
+            _tell()
+        return code
 
     def _load_index(self) -> dict[Any, str]:
         try:
             return dict(super()._load_index())
         except _UNREADABLE:
             return {}
+
+
+@functools.cache
+def _tell() -> None:
+    """Say once per process that functions are being compiled."""
+    _log.warning("compiling code for drafts and attention, once per installation and kind of model: up to 20 s")
 
 
 class _Cache(_NumbasCache):  # type: ignore[misc]
@@ -172,30 +178,3 @@ def _temporary_cache() -> str | None:
             f"compiled functions are not kept, so every process compiles them: {error}; {_REMEDY}", stacklevel=2
         )
         return None
-
-
-class _Compilation(event.Listener):
-    """Reports once per process that functions of this package are being compiled, if that takes over a second."""
-
-    tell: Callable[[str], object] = staticmethod(_log.warning)  # shown on stderr by default; commands replace it
-    _is_told, _depth, _began, _spent_s = False, 0, 0.0, 0.0
-
-    def on_start(self, event: Any) -> None:
-        if self._depth or event.data["dispatcher"].py_func.__module__.startswith("lookahead."):
-            self._began = self._began if self._depth else time.perf_counter()
-            self._depth += 1
-
-    def on_end(self, event: Any) -> None:
-        if not self._depth:
-            return
-        self._depth -= 1
-        now = time.perf_counter()
-        if not self._is_told and self._spent_s + now - self._began > _SILENT_S:
-            self._is_told = True
-            self.tell("compiling code for drafts and attention, once per installation and kind of model: about 20 s")
-        if not self._depth:
-            self._spent_s += now - self._began
-
-
-compilation = _Compilation()
-event.register("numba:compile", compilation)
