@@ -153,6 +153,6 @@ def test_the_work_for_a_question_does_not_grow_with_the_turns_that_are_dropped()
 
 
 def test_an_error_of_a_conversation_is_one_of_the_package(tiny_llama, chat_tokenizer):
-    for wrong in ({"prefix_bytes": -1}, {"max_new_tokens": -1}, {"temprature": 1.0}):
+    for wrong in ({"prefix_bytes": 1}, {"max_new_tokens": -1}, {"temprature": 1.0}):
         with pytest.raises(LookaheadError):
             list(lookahead.Conversation(tiny_llama, chat_tokenizer, **{**GREEDY, **wrong}).ask("x"))

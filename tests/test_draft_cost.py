@@ -306,5 +306,5 @@ def test_a_draft_model_larger_than_its_target_is_told_of_in_one_line(folders: di
     run = CliRunner().invoke(app, [*options, "--draft-model", str(folders["target"])])
     assert run.exit_code == 0, run.output
     told = [line for line in run.stderr.splitlines() if "hardly pay" in line]
-    assert len(told) == 1 and told[0].startswith("warning: the draft model has ") and " ms, " in told[0]
+    assert len(told) == 1 and told[0].startswith("warning: the draft model has ")
     assert ".py:" not in told[0]

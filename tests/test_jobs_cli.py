@@ -32,9 +32,7 @@ def only_error(result):
     """The one line a refused call prints."""
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     errors = [
-        line
-        for line in result.stderr.splitlines()
-        if not line.startswith(("note: decoding in bf16", "compiling"))
+        line for line in result.stderr.splitlines() if not line.startswith(("note: decoding in bf16", "compiling"))
     ]
     assert len(errors) == 1, result.stderr
     return errors[0]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import lookahead
 from lookahead.backend.read_prompt import prefixes_of
-from lookahead.decoding.conversation import Conversation
 from lookahead.errors import ConfigError
 from lookahead.model.model_state import state_of
 from tests.support.families import FAMILIES, build
@@ -92,44 +90,7 @@ def test_outputs_are_the_same_whatever_a_model_keeps_of_a_text(name, tiny_tokeni
     assert (reused[-1] > 0) == (name not in ("Jamba", "DeepseekV32"))
 
 
-def test_a_conversation_begins_with_what_another_one_has_read(llama, chat_tokenizer):
-    system = "the cat sat on the mat and the cat sat on the hat"
-
-    def talk(**options: Any) -> tuple[list[str], list[int]]:
-        conversation = Conversation(llama, chat_tokenizer, system=system, **GREEDY, **options)
-        said, held = [], []
-        for question in ("abab", "cdcd"):
-            said.append("".join(conversation.ask(question)))
-            held.append(len(conversation._held))
-        return said, held
-
-    expected, held = talk()
-    assert talk(prefix_bytes=ROOM) == (expected, held)
-    conversation = Conversation(llama, chat_tokenizer, system=system, prefix_bytes=ROOM, **GREEDY)
-    "".join(conversation.ask("xyxy"))
-    texts = prefixes_of(llama, ROOM)
-    ids = np.array(conversation._held, np.int32)
-    assert texts.longest(ids).tokens == len(ids) - 1
-    assert conversation.stream is not None
-    plain = Conversation(llama, chat_tokenizer, system=system, **GREEDY)
-    assert "".join(plain.ask("xyxy")) == conversation.messages[-1]["content"]
-
-
-@pytest.mark.parametrize("name", ["Gemma3", "Mistral", "Qwen3_5", "Jamba", "Mamba"])
-def test_conversations_of_models_with_windows_or_states_say_the_same_whatever_is_kept(name, chat_tokenizer):
-    model, system = build(FAMILIES[name]), "the cat sat on the mat and the cat sat on the hat"
-
-    def talk(**options: Any) -> list[str]:
-        conversation = Conversation(model, chat_tokenizer, system=system, pad_token_id=0, **GREEDY, **options)
-        return ["".join(conversation.ask(question)) for question in ("abab", "cdcd", "abab")]
-
-    expected = talk()
-    assert [talk(prefix_bytes=ROOM) for _ in range(2)] == [expected] * 2
-
-
 @pytest.mark.parametrize("prefix_bytes", [-1, 0.5, "1"])
-def test_a_number_of_bytes_out_of_range_is_refused_by_name(prefix_bytes, llama, tiny_tokenizer, chat_tokenizer):
+def test_a_number_of_bytes_out_of_range_is_refused_by_name(prefix_bytes, llama, tiny_tokenizer):
     with pytest.raises(ConfigError, match="prefix_bytes"):
         next(lookahead.stream_many(llama, tiny_tokenizer, QUESTIONS, prefix_bytes=prefix_bytes))
-    with pytest.raises(ConfigError, match="prefix_bytes"):
-        Conversation(llama, chat_tokenizer, prefix_bytes=prefix_bytes)

@@ -180,7 +180,7 @@ def test_a_change_in_the_middle_of_many_prompts_is_noticed_at_the_next_one(tiny_
 @pytest.mark.parametrize("change", ["data.copy_", "a buffer", "a row of the embedding"])
 def test_a_conversation_goes_on_with_new_weights(change: str, chat_tokenizer: Any) -> None:
     model = copy.deepcopy(original())
-    own = Conversation(model, chat_tokenizer, prefix_bytes=ROOM, **{**GREEDY, "pad_token_id": 0})
+    own = Conversation(model, chat_tokenizer, **{**GREEDY, "pad_token_id": 0})
     "".join(own.ask("abab"))
     CHANGES[change](model)
     fresh = Conversation(copy.deepcopy(model), chat_tokenizer, **{**GREEDY, "pad_token_id": 0})

@@ -23,7 +23,6 @@ from lookahead.model import model_state
 from lookahead.model.known_code import users_code
 from lookahead.model.model_state import recognise, state_of
 from lookahead.model.verdict_files import verdict_file
-from lookahead.utils import kept_values
 from lookahead.utils.kept_values import truth
 from tests.conftest import _random_llama
 from tests.support.families import FAMILIES, build
@@ -225,15 +224,6 @@ def test_a_folder_that_cannot_be_written_costs_a_probe_in_every_process(kept):
     kept.parent.mkdir(parents=True)
     kept.write_text("no folder")
     assert is_probed(llama()) and is_probed(llama())
-
-
-def test_the_oldest_files_go_when_there_are_too_many(kept, monkeypatch):
-    monkeypatch.setattr(kept_values, "MAX_FILES", 2)
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        assert is_probed(llama())
-    assert len([*kept.glob("*.json")]) == 2
-    assert not is_probed(llama())
 
 
 def test_tokens_are_those_of_transformers_by_verdicts_that_were_found(kept):

@@ -135,9 +135,3 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return max(perf_counter() - start, 1e-9)
-
-
-def pass_seconds(model: PreTrainedModel, rounds: int = 25) -> float:
-    """Median seconds of a pass over one token after 64 others."""
-    context = min(_CONTEXT, (position_limit(model) or sys.maxsize) - 2)
-    return _sweep(model, context, (1,), rounds=rounds)[0]

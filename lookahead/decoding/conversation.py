@@ -8,15 +8,12 @@ from inspect import GEN_RUNNING, getgeneratorstate
 from itertools import takewhile
 from typing import Any
 
-import numpy as np
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.probes import continues_texts
-from lookahead.backend.read_prompt import PrefixStore, prefixes_of
 from lookahead.config import LookaheadConfig, check_whole
 from lookahead.decoding.api import stream
 from lookahead.decoding.chat_messages import check_messages
-from lookahead.decoding.hf_outputs import append_states
 from lookahead.decoding.prediction_reading import Predictions
 from lookahead.decoding.prompts import Message, PromptReader, has_chat_template
 from lookahead.decoding.session_file import SessionFile, read_session
@@ -39,8 +36,6 @@ class Conversation:
         config: How to draft; the defaults if None.
         max_new_tokens: Maximum tokens of an answer, at least 1.
         chat_template_kwargs: Options of the chat template.
-        prefix_bytes: Bytes of keys and values of earlier texts to keep, as in `lookahead.stream_many`: another
-            conversation with the same beginning reads only the rest.
         options: As in `lookahead.stream`.
 
     Attributes:
@@ -68,7 +63,6 @@ class Conversation:
         config: LookaheadConfig | None = None,
         max_new_tokens: int = 512,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        prefix_bytes: int = 0,
         **options: Any,
     ) -> None:
         check_pair(model, tokenizer)
@@ -78,12 +72,11 @@ class Conversation:
                 "with an instruction model"
             )
         check_whole("max_new_tokens", max_new_tokens, 1)
-        check_whole("prefix_bytes", prefix_bytes, 0)
         if CACHE in options:
             raise ConfigError(f"{CACHE} is not an option of a conversation, which keeps its own cache")
-        self._prefix_bytes, self._config = prefix_bytes, config
-        self._store: PrefixStore | None = None  # for the model as it was at the last question
-        self._stamp = 0
+        if "prefix_bytes" in options:
+            raise ConfigError("prefix_bytes was removed from conversations; stream_many keeps common beginnings")
+        self._config, self._stamp = config, 0  # the model's stamp at the last question
         context = context_limit(model)
         reserved = max_new_tokens if context is None else min(max_new_tokens, max(1, context // 4))
         self._model, self._tokenizer = model, tokenizer
@@ -186,8 +179,6 @@ class Conversation:
                 said.append(piece)
                 yield piece
             self._held = [*ids, *pieces.token_ids[:-1]]
-            if self._store is not None and (kept := pieces.kept) is not None:
-                self._store.put(np.array(self._held[: kept.tokens], np.int32), kept)
         finally:
             pieces.close()
             answer = {"role": "assistant", "content": "".join(said)}
@@ -200,7 +191,6 @@ class Conversation:
         if plan.stamp.number != self._stamp:  # keys and values of other weights
             self._cache, self._held = DynamicCache(config=self._model.config), []
         self._stamp = plan.stamp.number
-        self._store = prefixes_of(self._model, self._prefix_bytes) if self._prefix_bytes else None
         is_same = [held == wanted for held, wanted in zip(self._held, ids[:-1], strict=False)]
         shared = is_same.index(False) if False in is_same else len(is_same)
         is_whole = tokens_in(self._cache) == len(self._held)
@@ -212,8 +202,3 @@ class Conversation:
         elif is_cut:
             self._cache.crop(shared - len(self._held))
             self._held = self._held[:shared]
-        if self._store is not None and not is_sliding:  # a sliding window holds too few tokens to continue
-            prefix = self._store.longest(np.array(ids, np.int32))
-            if prefix.held is not None and prefix.tokens > len(self._held):
-                self._cache, self._held = DynamicCache(config=self._model.config), ids[: prefix.tokens]
-                append_states(self._cache, [prefix.cut()], [0])

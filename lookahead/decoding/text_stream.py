@@ -12,7 +12,6 @@ from lookahead.decoding.loops import loops
 from lookahead.decoding.plan import Loop
 from lookahead.decoding.scheduler import Scheduler
 from lookahead.decoding.text_pieces import TextPieces
-from lookahead.model.cache import RowCopy
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason
 
@@ -60,11 +59,6 @@ class TextStream(Iterator[str]):
     def loops(self) -> bool:
         """Whether the output so far repeats one phrase up to its end (`lookahead.decoding.loops`)."""
         return loops(self.token_ids)
-
-    @property
-    def kept(self) -> RowCopy | None:
-        """The final content of the engine's cache, if a cache was passed in."""
-        return getattr(self._loop, "kept", {}).get(0)
 
     def _decode(self, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, None]:
         """Decode the tokens of every step into text."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,8 +23,6 @@ T = TypeVar("T")
 Parse = Callable[[Any], T]
 """Converts a JSON value to a result; KeyError, TypeError or ValueError if it is invalid."""
 
-MAX_FILES = 128
-"""Maximum number of files in a folder, about 1 KB each. The oldest are removed first."""
 _NOT_SUCH = (KeyError, TypeError, ValueError)
 _log = logging.getLogger(__name__)
 
@@ -65,7 +62,6 @@ def keep(file: Path, name: str, result: T, parse: Parse[T]) -> T:
             if (first := _parsed(values, name, parse)) is not None:
                 return first
             write_atomically(file, json.dumps({"values": {**values, name: result}}, indent=1, default=asdict))
-        _remove_oldest(file.parent)
     except OSError as error:
         _log.info("%s of %s is not kept: %s", name, file, error)
     return result
@@ -82,11 +78,3 @@ def _parsed(values: dict[str, Any], name: str, parse: Parse[T]) -> T | None:
     with suppress(*_NOT_SUCH):
         return parse(values[name])
     return None
-
-
-def _remove_oldest(folder: Path) -> None:
-    files = [(each.stat().st_mtime_ns, each) for each in folder.glob("*.json")]
-    for _, each in sorted(files)[:-MAX_FILES]:
-        for path in (each, each.with_name(f".{each.name}.lock")):
-            with suppress(OSError):
-                os.unlink(path)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.backend.calibration import pass_seconds
 from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import Backend, Shape
 from lookahead.backend.support import support_of
@@ -35,7 +34,6 @@ from lookahead.utils.fingerprints import tokenizer_fingerprint
 
 _SHAPE = 8, 4  # children of a node, nodes scored per pass
 _DRAWN_SHAPE = 3, 2
-_COST_ROUNDS = 5  # timed passes of a draft model larger than its target
 
 
 @dataclass(slots=True)
@@ -146,16 +144,10 @@ class DraftModel:
 
 
 def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
-    """Warn of a draft model larger than its target, with the times of their passes."""
+    """The state of a draft model; warns of one that is larger than its target."""
     own, others = map(weight_count, (draft, target))
     if own > others and not (kind_of(draft).has_encoder or kind_of(target).has_encoder):
-        with torch.inference_mode():
-            pass_s, target_s = (pass_seconds(model, _COST_ROUNDS) for model in (draft, target))
-        warn(
-            f"the draft model has {own:,} parameters and the target {others:,}: a pass of it takes "
-            f"{1e3 * pass_s:.2f} ms, {pass_s / target_s:.1f} times one of the target, so that drafting with it will "
-            "hardly pay"
-        )
+        warn(f"the draft model has {own:,} parameters and the target {others:,}: drafting with it will hardly pay")
     return DraftModelState(shares_encoder=kind_of(draft).shares_encoder(draft, target))
 
 
