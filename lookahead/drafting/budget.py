@@ -212,25 +212,25 @@ class DraftingBudget:
 
     def proposes(self, rows: int) -> bool:
         """Whether the proposers are called before the next step."""
-        state = self._states[(rows - 1).bit_length()]
+        state = self._state_of(rows)
         return state.since_plain < state.probe_after and state.budget.affords
 
     def proposing_cost(self, rows: int) -> float:
         """Cost of calling the proposers, in plain steps."""
-        return self._states[(rows - 1).bit_length()].budget.price.value
+        return self._state_of(rows).budget.price.value
 
     def verifies(self, rows: int, speedup: float, at_risk: float = 0.0) -> bool:
         """Whether to verify a draft that loses `at_risk` plain steps if none of it is accepted."""
         needed = -OVERDRAFT if speedup >= _LONG_MATCH else min(at_risk, 1.0)
-        return self._states[(rows - 1).bit_length()].budget.balance >= needed
+        return self._state_of(rows).budget.balance >= needed
 
     def most_at_risk(self, rows: int) -> float:
         """The plain steps that a single draft may lose: the balance and its overdraft."""
-        return self._states[(rows - 1).bit_length()].budget.balance + OVERDRAFT
+        return self._state_of(rows).budget.balance + OVERDRAFT
 
     def record_plain(self, rows: int) -> bool:
         """Count a step without proposals; returns whether it is a probe: the first step, or the first after drafts."""
-        state = self._states[(rows - 1).bit_length()]
+        state = self._state_of(rows)
         is_probe = state.since_plain > 0
         state.budget.settle(0.0, 1.0, is_asked=False)
         if 0 < state.since_plain < math.inf:
@@ -251,8 +251,11 @@ class DraftingBudget:
             usual: Average time of a step of the same size, in plain steps.
             proposing: Time of the proposers, including learning, in plain steps.
         """
-        state = self._states[(rows - 1).bit_length()]
+        state = self._state_of(rows)
         proposing = state.budget.price.add(proposing)
         took = min(forward, _OUTLIER * usual) + proposing
         state.budget.settle(tokens - took if drafted else -proposing, took, is_asked=True)
         state.since_plain = state.since_plain + 1 if drafted else 0
+
+    def _state_of(self, rows: int) -> _BatchState:
+        return self._states[(rows - 1).bit_length()]
