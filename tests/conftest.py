@@ -48,7 +48,7 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         # Nor does it tell that it compiles, which it does only where no run before has.
-        patch.setattr("lookahead.cli.terminal._SILENT_S", math.inf)
+        patch.setattr("lookahead.utils.jit._SILENT_S", math.inf)
         # Tests that break a kernel probe the same model as others.
         patch.setattr("lookahead.model.model_state.verdict_file", lambda model: None)
         yield folder

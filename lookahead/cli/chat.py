@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
-import shlex
-import subprocess
 import sys
-import tempfile
 import textwrap
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -20,7 +16,6 @@ from rich.text import Text
 
 from lookahead.cli.options import DraftingOptions, ModelOptions, SamplingOptions, new_tokens_option, option
 from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, say, show_line
-from lookahead.cli.word_wrap import WordWrap
 from lookahead.errors import ConfigError, PromptError, SessionError, count
 
 if TYPE_CHECKING:
@@ -30,14 +25,17 @@ if TYPE_CHECKING:
 _QUOTES = '"""'
 _HELP = (
     (_QUOTES, "begins and ends a message of several lines"),
-    ("/edit", "write a message in the editor of $VISUAL or $EDITOR"),
     ("/undo", "take the last turn back"),
     ("/save FILE", "write the conversation to a file"),
-    ("/load FILE", "continue the conversation of a file"),
     ("/reset", "forget the conversation"),
     ("/quit, Ctrl-D", "end the chat"),
     ("Ctrl-C", "stop an answer; its text so far stays"),
 )
+_REMOVED = {
+    "/edit": f"{_QUOTES} begins and ends a message of several lines",
+    "/load": "'lookahead chat --session FILE' continues the conversation of a file",
+}
+"""Commands removed since the last release, with what to do; each is refused by name for one release."""
 _HINT = "/help shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
 
 _SHOWN = 76  # characters of a message that is named
@@ -104,7 +102,7 @@ class Chat:
     def __init__(self, conversation: Conversation, max_new_tokens: int, session: SessionFile | None = None) -> None:
         self._conversation, self._max_new_tokens, self._session = conversation, max_new_tokens, session
         self._is_terminal = sys.stdin.isatty()
-        self._commands = {"/help": _show_help, "/edit": self._edit, "/undo": self._undo, "/reset": self._reset}
+        self._commands = {"/help": _show_help, "/undo": self._undo, "/reset": self._reset}
 
     def run(self) -> bool:
         """Answer until the input ends; returns False if a message or a command of a pipe failed."""
@@ -144,8 +142,10 @@ class Chat:
         name, *rest = line.split(maxsplit=1) or [""]
         if line.startswith(_QUOTES):
             self._answer(self._read_quoted(line.removeprefix(_QUOTES)))
-        elif name in ("/save", "/load"):
-            self._keep(name, *rest)
+        elif name in _REMOVED:
+            raise ConfigError(f"{name} was removed: {_REMOVED[name]}")
+        elif name == "/save":
+            self._save_as(*rest)
         elif name in self._commands:
             if rest:
                 raise ConfigError(f"{name} takes nothing after it, got {rest[0]!r}")
@@ -162,13 +162,6 @@ class Chat:
                 text += "\n" + self._read_line("... ")
         return text.strip().removesuffix(_QUOTES).strip()
 
-    def _edit(self) -> None:
-        if not self._is_terminal:
-            raise ConfigError("/edit needs a terminal")
-        message = _edited()
-        _hint(harmless(message) or "no message was written")
-        self._answer(message)
-
     def _undo(self) -> None:
         question = self._conversation.undo()
         shown = "there is no turn to take back" if question is None else f"taken back: {question.get('content')}"
@@ -179,23 +172,10 @@ class Chat:
         self._conversation.reset()
         self._save()
 
-    def _keep(self, command: str, file: str = "") -> None:
-        """Save the conversation to a file, or load one."""
+    def _save_as(self, file: str = "") -> None:
         if not file:
-            raise ConfigError(f"{command} needs the name of a file")
-        is_session = self._session is not None and self._session.is_at(file)
-        if command == "/load" and is_session:
-            assert self._session is not None
-            self._conversation.restore(self._session.read() or [])
-        elif command == "/load":
-            before = self._conversation.history
-            self._conversation.load(file)
-            try:
-                self._save()
-            except SessionError:
-                self._conversation.restore(before)
-                raise
-        elif is_session:
+            raise ConfigError("/save needs the name of a file")
+        if self._session is not None and self._session.is_at(file):
             self._save()
         else:
             self._conversation.save(file)
@@ -213,17 +193,16 @@ class Chat:
         pieces = conversation.ask(message)
         if conversation.dropped:
             say("note", f"the context is full: {conversation.dropped} of the oldest messages were left out")
-        lines = WordWrap(console(sys.stdout).width) if sys.stdout.isatty() else None
         try:
             with closing(pieces):  # so that the history has the pieces so far
                 for piece in map(harmless, pieces):
-                    print(piece if lines is None else lines.put(piece), end="", flush=True)
+                    print(piece, end="", flush=True)
         except KeyboardInterrupt:
             if not self._is_terminal:
                 raise
             ending, was_stopped = ", stopped", True
         finally:
-            print("" if lines is None else lines.end(), flush=True)
+            print(flush=True)
         assert conversation.stream is not None
         stats = conversation.stream.stats
         if conversation.stream.loops:
@@ -247,17 +226,3 @@ def _show_help() -> None:
     for command, meaning in _HELP:
         rows.add_row(command, meaning)
     console(sys.stderr).print(rows)
-
-
-def _edited() -> str:
-    """A text that the user writes in an editor."""
-    is_windows = os.name == "nt"
-    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ("notepad" if is_windows else "vi")
-    with tempfile.TemporaryDirectory(prefix="lookahead-") as folder:
-        file = Path(folder, "message.txt")
-        file.touch()
-        try:
-            subprocess.run([*shlex.split(editor, posix=not is_windows), str(file)], check=True)
-            return file.read_text("utf-8", errors="replace").strip()
-        except (OSError, ValueError, subprocess.CalledProcessError) as error:
-            raise ConfigError(f"the editor {editor!r} of $VISUAL or $EDITOR failed: {error}") from error

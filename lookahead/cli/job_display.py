@@ -1,10 +1,9 @@
-"""The progress of a job: the document, its part, and an estimate of the time left."""
+"""The progress of a job: the document, its part, and the tokens read."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.rule import Rule
@@ -22,79 +21,35 @@ if TYPE_CHECKING:
 MAX_TABLE_ROWS = 20
 
 
-class PartProgress:
-    """Words about the document that is being summarized: the part, the tokens read, and an estimate.
-
-    The estimate assumes that all outputs take equally long, and reading a prompt as long as writing the output.
-
-    Args:
-        clock: The time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.begin()
-
-    def begin(self) -> None:
-        """Start with the next document."""
-        self._begun = self._clock()
-        self._progress: Progress | None = None
-        self._read, self._tokens = 0, 0  # of the prompt that is being read
-
-    def advance(self, progress: Progress) -> None:
-        """Take the progress within the document."""
-        self._progress = progress
-
-    def read(self, done: int, tokens: int) -> None:
-        """Take the number of prompt tokens read, of `tokens`."""
-        self._read, self._tokens = done, tokens
-
-    def describe(self) -> str:
-        """The words, with a comma before them; empty before anything is known."""
-        reading = f"reading {self._read:,} of {self._tokens:,} tokens" if self._read < self._tokens else ""
-        progress, words = self._progress, [reading]
-        if progress is not None:
-            is_merging = progress.parts_done == progress.parts
-            part = "all parts together" if is_merging else f"part {progress.parts_done + 1} of {progress.parts}"
-            words = [part if progress.parts > 1 else "", reading, self._describe_rest(progress)]
-        return "".join(f", {word}" for word in words if word)
-
-    def _describe_rest(self, progress: Progress) -> str:
-        read = self._read / self._tokens if self._tokens else 0.0
-        done = progress.parts_done + (read + (progress.written if read == 1 else 0.0)) / 2
-        if not done:
-            return ""
-        seconds = (self._clock() - self._begun) / done * max(0.0, progress.steps - done)
-        return f"about {seconds:.0f} s left" if seconds < 100 else f"about {seconds / 60:.0f} min left"
-
-
 class JobDisplay(ProgressBar):
     """Shows a job: progress and errors on stderr, and the summaries on stdout if `as_text`."""
 
     def __init__(self, total: int | None, *, as_text: bool, with_bar: bool) -> None:
         self.as_text = as_text
         self._rows: list[dict[str, str]] = []
-        self._parts = PartProgress()
+        self._part, self._read = "", ""  # of the document that is being summarized
         self._started = time.monotonic()
         words = "documents, {task.fields[speed]:.0f} tokens/s, {task.fields[accepted]:.2f} a pass{task.fields[read]}"
         super().__init__(words, total, is_shown=with_bar, speed=0.0, accepted=0.0, read="")
 
     def reading(self, done: int, tokens: int) -> None:
         """Show that `done` of `tokens` of a prompt are read."""
-        self._parts.read(done, tokens)
+        self._read = f", reading {done:,} of {tokens:,} tokens" if done < tokens else ""
         self._update()
 
     def parts(self, progress: Progress) -> None:
         """Show the progress within the document."""
-        self._parts.advance(progress)
+        is_merging = progress.parts_done == progress.parts
+        part = "all parts together" if is_merging else f"part {progress.parts_done + 1} of {progress.parts}"
+        self._part = f", {part}" if progress.parts > 1 else ""
         self._update()
 
     def _update(self) -> None:
-        self.update(self._task, read=self._parts.describe())
+        self.update(self._task, read=self._part + self._read)
 
     def __call__(self, done: Summarized | Reject | DocumentId, totals: JobTotals) -> None:
         """Show the result of a document, and the progress."""
-        self._parts.begin()
+        self._part = self._read = ""
         self._update()
         if isinstance(done, Reject):
             say("error", done.error)

@@ -27,12 +27,10 @@ from lookahead.documents.inputs import Input, find_inputs
 from lookahead.errors import LookaheadError, PromptTooLongError, is_out_of_memory, one_line
 from lookahead.loading import loading
 
-_LEAST_NAME = 8  # characters of a name in a table
 MAX_SKIPPED_FILES = 20  # files that are named
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line breaks
 
 _LEAST_GAIN = 1.1  # of bf16, below which the type that "auto" takes stays
-_SILENT_S = 1.0  # preparation that takes less is not reported
 
 
 @functools.lru_cache(maxsize=8)
@@ -120,58 +118,15 @@ def usage_errors(*, truncates: bool = False) -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
-@contextmanager
-def status_line(text: str) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that moves, if that is a terminal; yields what changes its text.
-
-    An empty text removes it.
-    """
-    shown = console(sys.stderr).status(text)
-
-    def update(text: str) -> None:
-        shown.update(text)
-        if not text:
-            shown.stop()
-
-    with shown:
-        yield update
-
-
-def _cut_in_the_middle(text: str, room: int) -> str:
-    """A text of at most `room` characters: the beginning and the end of a name distinguish it from others."""
-    if len(text) <= room:
-        return text
-    end = (room - 1) * 2 // 3
-    return f"{text[: room - 1 - end]}…{text[len(text) - end :]}"
-
-
 def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[str, str] | None = None) -> Table:
-    """A table of rows by their headings, or of names and figures: numbers are aligned right, totals below a line.
-
-    If the terminal is too narrow, it is a list of the rows instead, one figure a line.
-    """
+    """A table of rows by their headings, or of names and figures: numbers are aligned right, totals below a line."""
     named = [row if isinstance(row, Mapping) else {"": row[0], " ": row[1]} for row in rows]
     first = named[0] if named else total or {}
-    columns = [[*heading.splitlines(), *(row[heading] for row in named)] for heading in [*first][1:]]
-    room = console(sys.stdout).width - sum(max(map(len, each)) + 3 for each in columns) - 5
-    if room < _LEAST_NAME and len(columns) > 1:
-        return _listed([*named, *([total] if total else [])])
     drawn = Table(show_header=not named or first is rows[0], show_footer=total is not None, box=SIMPLE)
     for i, heading in enumerate(first):
-        footer = total[heading] if total else ""
-        drawn.add_column(heading, footer, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
+        drawn.add_column(heading, total[heading] if total else "", justify="right" if i else "left", overflow="fold")
     for row in named:
-        name, *figures = row.values()
-        drawn.add_row(_cut_in_the_middle(name, max(room, _LEAST_NAME)), *figures)
-    return drawn
-
-
-def _listed(rows: Sequence[Mapping[str, str]]) -> Table:
-    drawn = Table.grid("", "", padding=(0, 2))
-    for row in rows:
-        drawn.add_row()
-        for heading, figure in row.items():
-            drawn.add_row(heading.replace("\n", " "), figure)
+        drawn.add_row(*row.values())
     return drawn
 
 
@@ -193,14 +148,14 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
                 MemoryHeader.read(memory)
     with _without_collection(), console(sys.stderr).status("loading the model") as shown:
         prepare(options, location, shown.update)
-    with _without_collection(), status_line("loading the model") as update:
+    with _without_collection(), console(sys.stderr).status("loading the model") as shown:
         loaded = _load_fastest(options, name) if options.dtype == FASTEST else _load(options, name, options.dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("always")  # a line each, whatever Python is told to do with warnings
             if not measures_costs:
                 lookahead.load_costs(loaded.model)
                 return loaded
-            update("measuring the cost of steps, once for this model on this machine")
+            shown.update("measuring the cost of steps, once for this model on this machine")
             try:
                 lookahead.prepare_costs(loaded.model)
             except OSError as error:
@@ -285,9 +240,15 @@ def reading() -> Iterator[Callable[[int, int], None]]:
 
     Call that with equal numbers, which remove the line, before anything is printed.
     """
-    with status_line("checking the model") as update:
-        shown = "reading the prompt: {:,} of {:,} tokens".format
-        yield lambda done, tokens: update(shown(done, tokens) if done < tokens else "")
+    with console(sys.stderr).status("checking the model") as shown:
+
+        def update(done: int, tokens: int) -> None:
+            if done < tokens:
+                shown.update(f"reading the prompt: {done:,} of {tokens:,} tokens")
+            else:
+                shown.stop()
+
+        yield update
 
 
 class ProgressBar(Progress):

@@ -123,14 +123,10 @@ class Progress:
     Attributes:
         parts: The number of parts.
         parts_done: Parts that are summarized.
-        steps: Outputs to write: one for each part, and one for the combined summary.
-        written: The written share of the next output, 0 to 1, relative to its token limit.
     """
 
     parts: int
     parts_done: int
-    steps: int
-    written: float = 0.0
 
 
 # The text of each prompt of a round, the counters of all, and why the last one ended.
@@ -164,16 +160,10 @@ class SummaryPipeline:
         """The prediction for the output of this round; `None` if the round has several prompts."""
         return prediction if len(self.prompts) == 1 else None  # several prompts: summaries of parts
 
-    def progress(self, outputs: int, tokens: int) -> Progress:
-        """The progress of the document.
-
-        Args:
-            outputs: Finished outputs of the round.
-            tokens: New tokens of the next output.
-        """
+    def progress(self, outputs: int) -> Progress:
+        """The progress of the document, with the number of finished outputs of the round."""
         parts = len(self._document.parts)
-        steps = parts + (parts > 1 and not self._refines)  # one more: the summary of the summaries
-        return Progress(parts, min(self._parts_done + outputs, parts), steps, min(1.0, tokens / self.limit))
+        return Progress(parts, min(self._parts_done + outputs, parts))
 
     def take(
         self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop", *, loops: bool = False

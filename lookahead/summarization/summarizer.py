@@ -102,7 +102,7 @@ class Summarizer:
                 pipeline.prompts,
                 pipeline.limit,
                 pipeline.expected(prediction),
-                on_outputs=lambda outputs: self.report(pipeline, outputs, 0),
+                on_outputs=lambda outputs: self.report(pipeline, outputs),
             )
             plain += figures
             texts = [each for result in done for each in result.texts]
@@ -156,10 +156,10 @@ class Summarizer:
         reader = PromptReader(self._model, self._tokenizer, self._config, **self._sampling, **self._encoding)
         return Scheduler(reader, rows, predicts=self._predicts, on_prefill=self.on_prefill)
 
-    def report(self, pipeline: SummaryPipeline, outputs: int, tokens: int) -> None:
-        """Report the progress of a document to `on_progress`; for the arguments see `SummaryPipeline.progress`."""
+    def report(self, pipeline: SummaryPipeline, outputs: int) -> None:
+        """Report the progress of a document to `on_progress`, with the number of finished outputs of the round."""
         if self.on_progress is not None:
-            self.on_progress(pipeline.progress(outputs, tokens))
+            self.on_progress(pipeline.progress(outputs))
 
     def _decode(
         self,
@@ -268,8 +268,7 @@ class _BatchSummarizer:
         tasks = {task for task, _ in (*self._running.values(), *self._queue)}
         if len(tasks) == 1:
             (task,) = tasks
-            written = max((request.stats.emitted_tokens for request in self._scheduler.running), default=0)
-            self._summarizer.report(task.pipeline, len(task.done), written)
+            self._summarizer.report(task.pipeline, len(task.done))
 
     def _queue_round(self, task: _Task) -> None:
         self._queue.extend((task, index) for index in range(len(task.pipeline.prompts)))

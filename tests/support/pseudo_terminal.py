@@ -15,7 +15,6 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from lookahead.cli.app import main
 
@@ -120,11 +119,3 @@ def at_terminal(*words: str, columns: int = 80) -> Iterator[PseudoTerminal]:
         yield terminal
     finally:
         terminal.close()
-
-
-def path_of_script(folder: Path, lines: str) -> str:
-    """An executable shell script."""
-    path = folder / "script.sh"
-    path.write_text(f"#!/bin/sh\n{lines}\n")
-    path.chmod(0o755)
-    return str(path)
