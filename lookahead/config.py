@@ -32,6 +32,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
 }
 
 REMOVED = {
+    "allow_any_model": "a server serves the models that it is started with",
     "compile": "packed passes are faster on every CPU measured",
     "continuous_batching": "a server always decodes requests together",
     "cuda_graphs": "passes on a GPU are recorded wherever that works",

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-import lookahead
 from lookahead.decoding.prompts_ahead import PromptsAhead
 from lookahead.decoding.request import Request
 from lookahead.engine.engine import Engine
@@ -20,7 +18,7 @@ from lookahead.serving.api_errors import ApiError
 from lookahead.serving.request_schemas import ChatBody, CompletionBody
 from lookahead.serving.requests import GenerationRequest
 from lookahead.serving.safety import Guard
-from lookahead.serving.served_models import ServedModels, _is_idle
+from lookahead.serving.served_models import ServedModels
 from lookahead.serving.timed_workers import TimedWorkers
 from tests.support.running_server import folder, server
 
@@ -157,7 +155,7 @@ def test_an_error_of_a_job_is_that_of_its_request_alone():
 @pytest.mark.parametrize("prompt", [3, 200])
 def test_a_model_is_busy_from_a_request_on_until_its_end(prompt, folder, monkeypatch):
     """Its prompt is read between steps if it is short, and on another thread if it is long."""
-    models = ServedModels([folder], allow_any=False, config=None, max_new_tokens=400, loading={}, decoding={})
+    models = ServedModels([folder], config=None, max_new_tokens=400, loading={}, decoding={})
     loop, ended, busy = models.wait().loop, threading.Event(), []
 
     def tell(update: Any) -> None:
@@ -166,7 +164,8 @@ def test_a_model_is_busy_from_a_request_on_until_its_end(prompt, folder, monkeyp
 
     def watched(own: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            busy.append(not _is_idle(models.get(None)))
+            figures = loop.figures()
+            busy.append(bool(figures["running"] or figures["waiting"]))
             return own(*arguments, **options)
 
         return call
@@ -175,27 +174,4 @@ def test_a_model_is_busy_from_a_request_on_until_its_end(prompt, folder, monkeyp
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     loop.submit(GenerationRequest(ids=[5] * prompt, options={"max_new_tokens": 3, "do_sample": False}), tell)
     assert ended.wait(60) and len(busy) > 3 and all(busy)
-    models.close()
-
-
-def test_models_that_have_requests_are_not_freed_for_others(folder, tiny_llama, chat_tokenizer, monkeypatch):
-    go_on, options = threading.Event(), {"config": None, "max_new_tokens": 400, "loading": {}, "decoding": {}}
-    models = ServedModels([folder], allow_any=True, **options)
-    first = models.wait()
-    loaded = lookahead.LoadedModel(tiny_llama, chat_tokenizer)
-    monkeypatch.setattr("lookahead.serving.served_models.load", lambda name, **_: loaded)
-    others = [models.get(name) for name in ("org/one", "org/two")]
-    for each in others:
-        each.result().loop.submit(
-            GenerationRequest(ids=[1, 2, 3], options={"max_new_tokens": 5}), lambda _: go_on.wait(60)
-        )
-    with pytest.raises(ApiError, match="2 others are in use") as raised:
-        models.get("org/three")
-    assert raised.value.status == 503
-    go_on.set()
-    deadline = time.monotonic() + 60
-    while not _is_idle(others[0]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    models.get("org/three").result()
-    assert [each.name for each in models.loaded] == [first.name, "org/two", "org/three"]
     models.close()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import http.client
 import json
 import shutil
 import socket
 import threading
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -215,33 +212,6 @@ def test_an_unexpected_error_tells_nothing_of_ours(server, monkeypatch):
     monkeypatch.setattr("lookahead.serving.translation.Translator.of_completion", lambda *_: 1 / 0)
     status, answer = server.raw("POST", "/v1/completions", {"prompt": "x"})
     assert (status, answer["error"]["message"]) == (500, "internal error")
-
-
-def test_another_model_is_loaded_by_its_name_and_freed_when_others_come(
-    folder, tiny_llama, chat_tokenizer, monkeypatch
-):
-    loaded: list[Any] = []
-
-    def load(name: str, **options: Any) -> Any:
-        loaded.append(weakref.ref(model := copy.deepcopy(tiny_llama)))
-        return lookahead.LoadedModel(model, chat_tokenizer)
-
-    running = Running(folder, allow_any=True)
-    try:
-        monkeypatch.setattr("lookahead.serving.served_models.load", load)
-        for name in ("org/one", "org/two", "org/three"):
-            assert running.raw("POST", "/v1/completions", {"model": name, "prompt": "abc", "max_tokens": 2})[0] == 200
-        assert (
-            running.raw("POST", "/v1/completions", {"model": f"{folder}", "prompt": "abc", "max_tokens": 2})[0] == 200
-        )
-        deadline = time.monotonic() + 30
-        while loaded[0]() is not None and time.monotonic() < deadline:
-            gc.collect()
-            time.sleep(0.05)
-        assert [each() is None for each in loaded] == [True, False, False]
-        assert running.raw("POST", "/v1/completions", {"model": "../x", "prompt": "abc"})[0] == 404
-    finally:
-        running.end()
 
 
 def test_a_tokenizer_that_hangs_holds_no_other_client_up(server, monkeypatch):

@@ -41,7 +41,6 @@ class ServeOptions(DraftingOptions, DeviceOptions):
     cors_origin: list[str] = option(
         None, "Origin of web pages that may call the server; may be repeated.", metavar="ORIGIN"
     )
-    allow_any_model: bool = option(False, "Load other models too, by their names on the Hub.")
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "warning", "Level of the log on stderr; info shows every request."
     )
@@ -82,7 +81,7 @@ def serve(options: ServeOptions) -> None:
         loading = {"dtype": options.dtype, "device": options.device, "quantize": options.quantize}
         decoding = {"rows": options.rows, "queue": options.queue, "prefix_bytes": options.prefix_cache_mb << 20}
         models = ServedModels(
-            names, allow_any=options.allow_any_model, config=config, max_new_tokens=options.max_new_tokens,
+            names, config=config, max_new_tokens=options.max_new_tokens,
             loading=loading, decoding=decoding,
         )  # fmt: skip
     hosts = {options.host, *(options.allowed_host or ())}

@@ -70,13 +70,6 @@ class _Service:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), self._timeout_s)
         except (asyncio.TimeoutError, TimeoutError):
             raise ApiError(503, "the model is loading", headers={"Retry-After": "5"}) from None
-        except ApiError:
-            raise
-        except Exception as error:
-            _log.warning("a model could not be loaded: %s", error)
-            raise ApiError(
-                404, f"model: {name!r:.100} cannot be loaded", param="model", code="model_not_found"
-            ) from error
 
     async def body(self, request: Request) -> bytes:
         """The body of a request, which must arrive within the request's time limit."""
@@ -119,7 +112,7 @@ class _Service:
             ) from None
         except LoopClosedError:
             turn.cancel()
-            raise self._closed() from None
+            raise _closing() from None
         except LookaheadError as error:
             turn.cancel()
             raise as_api_error(error) or error from error
@@ -127,12 +120,6 @@ class _Service:
             turn.cancel()
             raise
         return turn
-
-    def _closed(self) -> ApiError:
-        """The response to a request whose model no longer decodes."""
-        if self.models.is_closed:
-            return ApiError(503, "the server is shutting down", code="shutting_down")
-        return ApiError(503, "the model was freed for another; try again", headers={"Retry-After": "1"})
 
     async def updates(self, turn: _Turn) -> AsyncIterator[tuple[int, Update]]:
         """The updates of all outputs until the last has ended; ApiError if an output failed."""
@@ -150,7 +137,7 @@ class _Service:
                     _log.error("an output failed", exc_info=update.error)
                 raise known or ApiError(500, "internal error")
             if update.end == "cancelled":
-                raise self._closed()
+                raise _closing()
             if update.tokens and not choices[i].tokens:
                 self.metrics.first_token.observe(time.monotonic() - turn.started)
             yield i, update
@@ -195,6 +182,10 @@ class _Service:
         finally:
             turn.cancel()
         yield "data: [DONE]\n\n"
+
+
+def _closing() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 def _forget(task: asyncio.Task[None]) -> None:
@@ -260,8 +251,7 @@ def make_app(
 
     @app.get("/v1/models")
     async def listed() -> Response:
-        names = dict.fromkeys([*models.names, *(each.name for each in models.loaded)])
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "lookahead"} for name in names]
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "lookahead"} for name in models.names]
         return JSONResponse({"object": "list", "data": data})
 
     @app.get("/health")

@@ -24,7 +24,7 @@ class Running:
     def __init__(self, folder: str, **options: Any) -> None:
         decoding = {"rows": 3, "queue": 8, **options.pop("decoding", {})}
         given = {"config": None, "max_new_tokens": 3000, "loading": {"device": "cpu"}, "decoding": decoding}
-        self.models = ServedModels([folder], allow_any=options.pop("allow_any", False), **given)
+        self.models = ServedModels([folder], **given)
         listener = listen("127.0.0.1", 0)
         self.name, self.port = folder, listener.getsockname()[1]
         self.server = Server(make_app(self.models, **options), self.models)
