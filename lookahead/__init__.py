@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from lookahead.plugins.draft_models.draft_model import DraftModel as DraftModel
     from lookahead.plugins.grammar.grammar import Grammar as Grammar
     from lookahead.plugins.heads.heads import Heads as Heads
-    from lookahead.proposers.output_file import OutputFile as OutputFile
     from lookahead.stats import DecodingStats as DecodingStats
     from lookahead.summarization.summarize_text import summarize as summarize
     from lookahead.verification.per_row import PerRow as PerRow
@@ -77,20 +76,23 @@ _NAMES_BY_MODULE = {
     "loading.loading": ["LoadedModel", "load", "prepare_process"],
     "plugins.draft_models.draft_model": ["DraftModel"],
     "plugins.heads.heads": ["Heads"],
-    "proposers.output_file": ["OutputFile"],
     "stats": ["DecodingStats"],
     "summarization.summarize_text": ["summarize"],
     "plugins.grammar.grammar": ["Grammar"],
     "verification.per_row": ["PerRow"],
 }
 _HOME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_REMOVED = {
+    "OutputFile": "'lookahead pool build' makes a pool of the outputs of a job",
+    "calibrate_costs": "prepare_costs(model) measures the costs of drafts",
+}
 __all__ = sorted({*_HOME, *(name for name in globals() if name.endswith("Error"))})
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from the module that defines it."""
-    if name == "calibrate_costs":
-        raise AttributeError("calibrate_costs was removed: prepare_costs(model) measures the costs of drafts")
+    if name in _REMOVED:
+        raise AttributeError(f"{name} was removed: {_REMOVED[name]}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

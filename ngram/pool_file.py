@@ -43,7 +43,7 @@ class PoolHeader(FileHeader):
     documents: int
     largest_token: int
     checksum: int = 0
-    learned: int = 0  # 1 for earlier outputs, to which jobs add; 0 for a corpus
+    learned: int = 0  # 1 in files of outputs, which jobs of earlier releases made
 
     def sizes(self) -> tuple[int, bool]:
         """See `FileHeader.sizes`."""
@@ -146,13 +146,11 @@ def _reopen(path: Path, header: PoolHeader) -> Pool:
     return pool
 
 
-def write_pool(
-    path: str | os.PathLike[str], tokens: IntArray, fingerprint: int, *, is_learned: bool = False
-) -> PoolHeader:
+def write_pool(path: str | os.PathLike[str], tokens: IntArray, fingerprint: int) -> PoolHeader:
     """Index documents, int32 `[n]` with `SEPARATOR` between them, and write them to a pool file; returns its header.
 
-    A file at `path` is replaced once the new one is completely on disk; a crash before leaves it unchanged. With
-    `is_learned` the documents are earlier outputs, not a corpus. `fingerprint` identifies their tokenizer.
+    A file at `path` is replaced once the new one is completely on disk; a crash before leaves it unchanged.
+    `fingerprint` identifies the tokenizer of the documents.
 
     Example:
         >>> header = write_pool("a.pool", np.array([5, 6, SEPARATOR, 7], np.int32), fingerprint=1)
@@ -177,7 +175,6 @@ def write_pool(
         tokens=int(np.count_nonzero(is_token)),
         documents=int(np.count_nonzero(is_token[1:] & ~is_token[:-1])),
         largest_token=int(tokens.max()),
-        learned=int(is_learned),
     )
     return header.write(path, heads, links, arena)
 

@@ -117,6 +117,12 @@ def test_what_is_said_beside_a_status_line_stands_above_it_in_one_piece(monkeypa
     assert sum(line.count("word ") for line in lines) == 60 and "loading" not in "".join(lines[1:])
 
 
+@pytest.mark.parametrize("name", lookahead._REMOVED)
+def test_a_removed_name_is_refused_with_what_to_do(name):
+    with pytest.raises(AttributeError, match=re.escape(f"{name} was removed: {lookahead._REMOVED[name]}")):
+        getattr(lookahead, name)
+
+
 @pytest.mark.parametrize("command", REMOVED_COMMANDS)
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["--model", "nowhere", "--anything"]], ids=str)
 def test_a_removed_command_is_refused_by_name_with_what_to_do(command, arguments):

@@ -275,11 +275,12 @@ def test_files_may_have_names_that_are_no_text(cli_folder, model_folder):
 
     text, pool = f"{UNDECODED}.txt", f"{UNDECODED}.lkp"
     os.rename("a.txt", text)
-    files = ("--pool", f"outputs-{pool}", "--memory", f"{UNDECODED}.lkm", "--prompt-file", f"{UNDECODED}.prompt")
+    files = ("--pool", pool, "--memory", f"{UNDECODED}.lkm", "--prompt-file", f"{UNDECODED}.prompt")
     Path(f"{UNDECODED}.prompt").write_text("Say it shortly: {document}")
+    run("pool", "build", text, "-o", pool)
     for suffix in (".jsonl", ".parquet"):
         for option in ("--overwrite", "--resume"):
             run("summarize", text, "-o", f"{UNDECODED}{suffix}", option, "--max-new-tokens", "4", *files)
         run("report", f"{UNDECODED}{suffix}")
-    run("pool", "build", text, f"{UNDECODED}.parquet", "--field", "summary", "-o", pool)
+    run("pool", "build", text, f"{UNDECODED}.parquet", "--field", "summary", "-o", pool, "--overwrite")
     run("pool", "add", pool, text)

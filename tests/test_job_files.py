@@ -17,7 +17,7 @@ import torch
 
 from lookahead.cli.job_options import JobOptions, to_toml
 from lookahead.documents.decode_text import Document
-from lookahead.errors import ConfigError, PoolError
+from lookahead.errors import ConfigError
 from lookahead.jobs import job, journal, line_file
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
@@ -25,8 +25,6 @@ from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.line_file import LineFile
 from lookahead.loading.loading import load
-from lookahead.model.model_state import state_of
-from lookahead.proposers import ProposerState, output_file
 from lookahead.summarization.prompting import SummaryRequest
 from tests.support.stand_ins import StandIn
 
@@ -219,18 +217,6 @@ def test_a_model_that_says_other_things_is_another_job(
 def test_a_model_read_anew_is_the_same_job(dtype: str, model_folder: Path) -> None:
     first, second = (load(str(model_folder), dtype=dtype) for _ in range(2))
     assert identity_of(*first) == identity_of(*second)
-
-
-def test_a_memory_that_cannot_be_saved_on_the_way_does_not_end_the_job(
-    tmp_path: Path, tiny_llama: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output_file, "SAVE_EVERY_S", 0.0)
-    model = deepcopy(tiny_llama)
-    state_of(model).learned.of(ProposerState, ProposerState).memory.outputs.append([50, 51, 52])
-    memory = output_file.OutputFile(tmp_path / "gone" / "memory.lkp", model, tiny_tokenizer)
-    assert list(memory.save_while("ab")) == ["a", "b"]
-    with pytest.raises(PoolError, match=r"memory\.lkp: "):
-        memory.save()
 
 
 def test_a_manifest_of_another_release_is_refused_by_its_version(tmp_path: Path) -> None:

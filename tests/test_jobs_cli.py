@@ -10,14 +10,8 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-import lookahead
-from lookahead.config import LookaheadConfig
 from lookahead.jobs.job import MAX_TIMED_PARTS
 from lookahead.jobs.line_file import LineFile
-from lookahead.model.model_state import state_of
-from lookahead.ngram.chains import SEPARATOR
-from lookahead.proposers import ProposerState
-from lookahead.proposers.output_file import OutputFile
 from lookahead.summarization.prompting import INSTRUCTION, STYLES, Prompting, SummaryRequest
 
 SUMMARIZER = str(Path(__file__).resolve().parent / "models" / "summarizer")
@@ -146,9 +140,8 @@ def test_an_output_that_ends_in_parquet_is_one(summarize, docs):
         (["a.txt", "--prompt-file", "gone.txt"], "gone.txt: No such file"),
         (["a.txt", "--job", "gone.toml"], "job gone.toml: No such file"),
         (["-", "--sample", "3"], "a sample is drawn by reading the inputs twice"),
-        (["a.txt", "--pool", "gone/memory.lkp"], "gone/memory.lkp: cannot be written: there is no folder "),
+        (["a.txt", "--pool", "gone.lkp"], "gone.lkp: "),
         (["a.txt", "--pool", "b.txt"], "b.txt: not a pool file"),
-        (["a.txt", "--pool", "new.lkp", "--proposers", "prompt"], "--proposers must name outputs, got 'prompt'"),
         (["s3x://bucket/a.txt"], "s3x://bucket/a.txt: cannot be read: Protocol not known: s3x"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -300,55 +293,6 @@ def test_a_prompt_file_decides_what_the_model_reads(summarize, cli_folder):
     plain, asked = json.loads(plain.stdout), json.loads(asked.stdout)
     assert asked["stats"]["prompt_tokens"] == plain["stats"]["prompt_tokens"] + len("Who is in it?") + 1
     assert asked["fingerprint"] != plain["fingerprint"]
-
-
-# Earlier outputs
-
-
-def test_a_pool_that_is_not_there_is_made_of_the_outputs_and_drafted_from_later(summarize, docs, cli_folder):
-    first = summarize(docs, "-o", "one.jsonl", "--pool", "memory.lkp", "--max-new-tokens", "40")
-    assert "memory.lkp: 0 tokens of earlier outputs were known, " in first.stderr
-    second = summarize(docs, "-o", "two.jsonl", "--pool", "memory.lkp", "--max-new-tokens", "40")
-    assert "tokens written" in second.stderr and "memory.lkp: 0 tokens" not in second.stderr
-    plain = summarize(docs, "-o", "plain.jsonl", "--max-new-tokens", "40")
-    assert plain.exit_code == first.exit_code == second.exit_code == 1  # one line of docs is none
-    for one, other in zip(records("plain.jsonl"), records("two.jsonl"), strict=True):
-        assert one["summary"] == other["summary"]
-
-
-def test_what_a_memory_holds_is_drafted_from(summarize, docs, cli_folder, tiny_llama, tiny_tokenizer):
-    summarize(docs, "-o", "one.jsonl", "--pool", "memory.lkp", "--max-new-tokens", "40")
-    model = copy.deepcopy(tiny_llama)  # which knows nothing yet
-    memory = OutputFile(cli_folder / "memory.lkp", model, tiny_tokenizer)
-    assert memory.loaded > 100
-    fixed = LookaheadConfig(proposers=["outputs"], draft="fixed")
-    text = records("one.jsonl")[0]["summary"]
-    result = lookahead.generate(model, tiny_tokenizer, text[:10], config=fixed, max_new_tokens=20, do_sample=False)
-    assert result.stats.drafted_by_source["outputs"] > 0
-
-
-def test_no_match_spans_what_was_known_and_what_a_memory_holds(cli_folder, tiny_llama, tiny_tokenizer):
-    known, loaded = (copy.deepcopy(tiny_llama) for _ in range(2))
-    earlier, later = ([20 + i for i in range(12)], [50 + i for i in range(12)])
-    state_of(known).learned.of(ProposerState, ProposerState).memory.outputs.append(later)
-    OutputFile(cli_folder / "memory.lkp", known, tiny_tokenizer).save()
-    outputs = state_of(loaded).learned.of(ProposerState, ProposerState).memory.outputs
-    outputs.append(earlier)
-    OutputFile(cli_folder / "memory.lkp", loaded, tiny_tokenizer)
-    assert [*outputs.tokens[1:]] == [*earlier, SEPARATOR, *later]
-
-
-def test_a_link_to_nothing_is_no_pool_and_nothing_is_written_through_it(summarize, cli_folder):
-    (cli_folder / "memory.lkp").symlink_to("gone.lkp")
-    assert "memory.lkp: " in only_error(summarize("a.txt", "-o", "out.jsonl", "--pool", "memory.lkp"))
-    assert not (cli_folder / "gone.lkp").exists() and not (cli_folder / "out.jsonl").exists()
-    assert (cli_folder / "memory.lkp").is_symlink()
-
-
-def test_a_memory_of_another_tokenizer_is_refused(summarize, cli_folder, summarizer_path):
-    summarize("a.txt", "--pool", "memory.lkp")
-    message = only_error(summarize("a.txt", "--pool", "memory.lkp", "--model", str(summarizer_path)))
-    assert "memory.lkp: made with another tokenizer" in message
 
 
 def test_what_documents_hold_does_not_command_the_terminal(summarize, cli_folder):

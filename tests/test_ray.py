@@ -157,7 +157,6 @@ def test_what_fails_in_a_worker_and_what_kills_workers_is_put_aside_and_the_rest
     [
         (["--workers", "2"], "--ray-address and --workers are for --ray, which works on a cluster"),
         (["--ray", "--dry-run"], "--dry-run measures the time on this machine alone; leave --ray out"),
-        (["--ray", "--pool", "memory.lkp"], "pool memory.lkp keeps the outputs of one process"),
         (["--ray", "--device", "cuda:1"], "device must be cpu or cuda, got 'cuda:1'"),
         (["--ray", "--model", "./gone"], "model './gone' does not exist"),
         (["--ray", "--ray-address", "127.0.0.1:1"], "the Ray cluster at '127.0.0.1:1' cannot be reached"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import json
 import os
@@ -20,18 +19,15 @@ from typer.testing import CliRunner
 from lookahead.backend import step_costs
 from lookahead.backend.gpu import kernel_trial
 from lookahead.cli.app import app
-from lookahead.errors import PoolError, TrainingError
+from lookahead.errors import TrainingError
 from lookahead.kernels.dispatch import Verdict
 from lookahead.loading.loading import LoadedModel
-from lookahead.model.model_state import LearnedState, state_of, use_learned
+from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.memory_file import read_memory
-from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
+from lookahead.ngram.pool_file import Pool, PoolHeader
 from lookahead.plugins.heads.training.train_heads import Settings, train_heads
-from lookahead.proposers import ProposerState
 from lookahead.proposers.memory_files import merge_into
-from lookahead.proposers.ngram import OUTPUT_TOKENS
-from lookahead.proposers.output_file import OutputFile
 from lookahead.utils.locks import locked
 from tests.support.forked import Forked, command
 from tests.support.memories import MODEL, learned
@@ -86,92 +82,6 @@ def test_documents_that_processes_add_to_a_pool_at_once_are_all_there(model_fold
     with reading_at_once(*[("pool", "add", "pool.lkp", "{}", *model)] * AT_ONCE) as processes:
         assert [process.wait() for process in processes] == [0] * AT_ONCE
     assert len(set(documents_of("pool.lkp"))) == PoolHeader.read("pool.lkp").documents == 1 + AT_ONCE
-
-
-@pytest.mark.parametrize("is_there", [True, False], ids=["an older memory", "a new memory"])
-def test_outputs_of_jobs_that_run_at_once_are_all_in_their_memory(
-    is_there: bool, model_folder: Path, tiny_tokenizer: Any
-) -> None:
-    options = ("--pool", "memory.lkp", "--model", str(model_folder), "--max-new-tokens", "4", "--threads", "1")
-    if is_there:
-        Path("first.txt").write_text("The first document.")
-        assert CliRunner().invoke(app, ["summarize", "first.txt", "-o", "o.jsonl", *options]).exit_code == 0
-    jobs = [("summarize", "{}", "-o", f"out{i}.jsonl", *options) for i in range(AT_ONCE)]
-    with reading_at_once(*jobs) as processes:
-        assert [process.wait() for process in processes] == [0] * AT_ONCE, [each.stderr for each in processes]
-    texts = [tiny_tokenizer.decode(document) for document in documents_of("memory.lkp")]
-    assert [sum(f"about the number {i}." in text for text in texts) for i in range(AT_ONCE)] == [1] * AT_ONCE
-    assert sum("The first document." in text for text in texts) == is_there
-
-
-@pytest.fixture
-def memory_of(tiny_llama: Any, tiny_tokenizer: Any) -> Callable[..., OutputFile]:
-    """Makes the memory of a new job that wrote some outputs."""
-
-    def make(*outputs: list[int]) -> OutputFile:
-        model = copy.deepcopy(tiny_llama)
-        memory = OutputFile(Path("memory.lkp"), model, tiny_tokenizer)
-        index = state_of(model).learned.of(ProposerState, ProposerState).memory.outputs
-        for output in outputs:
-            index.end_document()
-            index.append(output)
-        return memory
-
-    return make
-
-
-def test_a_job_adds_each_of_its_outputs_once_however_often_it_saves(memory_of: Callable[..., OutputFile]) -> None:
-    memory_of([1, 2], [3]).save()
-    one, other = memory_of([4], [3]), memory_of([5, 6])
-    for memory in (one, other, one, other):
-        memory.save()
-    assert documents_of("memory.lkp") == [(1, 2), (3,), (4,), (3,), (5, 6)]
-
-
-def test_a_memory_that_was_removed_while_a_job_ran_is_made_anew_of_all_it_knows(
-    memory_of: Callable[..., OutputFile],
-) -> None:
-    memory_of([1, 2]).save()
-    memory = memory_of([3])
-    Path("memory.lkp").unlink()
-    memory.save()
-    assert documents_of("memory.lkp") == [(1, 2), (3,)]
-
-
-def test_a_corpus_that_took_the_place_of_a_memory_while_a_job_ran_is_left_alone(
-    memory_of: Callable[..., OutputFile],
-) -> None:
-    memory = memory_of([3])
-    memory.save()
-    write_pool("memory.lkp", np.array([7, 8], np.int32), PoolHeader.read("memory.lkp").fingerprint)
-    with pytest.raises(PoolError, match=r"memory\.lkp: replaced by a corpus while the job ran"):
-        memory.save()
-    assert documents_of("memory.lkp") == [(7, 8)]
-
-
-def test_documents_can_be_added_to_a_memory_while_a_job_adds_its_outputs(
-    memory_of: Callable[..., OutputFile], model_folder: Path
-) -> None:
-    memory_of([1]).save()
-    memory = memory_of([2])
-    Path("first.txt").write_text("The first document.")
-    added = CliRunner().invoke(app, ["pool", "add", "memory.lkp", "first.txt", "--model", str(model_folder)])
-    assert added.exit_code == 0
-    memory.save()
-    one, _, other = documents_of("memory.lkp")
-    assert (one, other) == ((1,), (2,))
-
-
-def test_the_newest_half_of_a_memory_stays_when_it_is_full_and_can_be_read(
-    memory_of: Callable[..., OutputFile],
-) -> None:
-    half = OUTPUT_TOKENS // 2
-    memory_of([1] * (half - 2)).save()
-    memory_of([2] * (half // 2)).save()
-    assert PoolHeader.read("memory.lkp").tokens > half
-    memory_of([3] * (half // 2 + 9)).save()
-    assert PoolHeader.read("memory.lkp").tokens < half
-    assert [document[0] for document in documents_of("memory.lkp")] == [2, 3]
 
 
 def test_of_documents_beyond_half_of_an_index_the_newest_are_added() -> None:

@@ -93,11 +93,6 @@ class JobOptions(DocumentOptions, SummaryOptions):
     price_per_hour: float | None = option(
         None, "Price of an hour on this machine, for --dry-run.", min=0, max=1_000_000
     )
-    pool: str | None = option(
-        None,
-        "Draft from this file too: a pool made by 'lookahead pool build', or a file that collects the outputs of jobs.",
-        metavar="FILE",
-    )
     ray: bool = option(False, "Use workers on a Ray cluster, or several on this machine.")
     ray_address: str | None = option(
         None,

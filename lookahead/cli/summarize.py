@@ -29,7 +29,7 @@ from lookahead.cli.terminal import (
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.readers import count_documents
-from lookahead.errors import ClusterError, ConfigError, LookaheadError, ResultsError, count
+from lookahead.errors import ClusterError, ConfigError, ResultsError, count
 from lookahead.jobs import job_figures
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, estimate_job, run_job, select_documents
@@ -37,7 +37,6 @@ from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.line_file import print_line
 
 if TYPE_CHECKING:
-    from lookahead import OutputFile
     from lookahead.jobs.job import SummarizeAll
     from lookahead.jobs.job_settings import JobSettings
     from lookahead.jobs.worker_pool import WorkerPool
@@ -100,9 +99,6 @@ def summarize(options: SummarizeOptions) -> None:
         raise ConfigError(f"no input: name files, folders or URLs, or - for stdin{where}")
     settings = options.settings()
     options.check()
-    file, memory = _find_memory(options), None
-    if file is not None:  # it is no corpus
-        settings = replace(settings, config=replace(options, pool=None).config())
     paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume, options.retry_rejects)
     rejects = [] if paths.rejects is None else [paths.rejects]  # the other files of a job are known by its manifest
     predicted = options.prediction_field
@@ -118,14 +114,11 @@ def summarize(options: SummarizeOptions) -> None:
             identity, notes = pool.wait_ready(), pool.notes
         else:
             loaded = load(options)
-            from lookahead import OutputFile
-
             if not options.dry_run:
                 stack.enter_context(memory_file_saved_at_exit(options, loaded.model))
             summarizer = settings.summarizer(loaded)
             summarize_all = partial(summarizer.summarize_all, rows=settings.rows)
             identity, notes = JobIdentity.of(settings, *loaded), list[str]()
-            memory = None if file is None else OutputFile(file, *loaded)
             with console(sys.stderr).status("warming up"):
                 summarizer.warm_up()
             if options.dry_run:
@@ -138,36 +131,14 @@ def summarize(options: SummarizeOptions) -> None:
         if not options.ray:
             summarizer.on_prefill, summarizer.on_progress = display.reading, display.parts
         totals = JobTotals(skipped=skipped, notes=notes)
-        documents = documents if memory is None else memory.save_while(documents)
         run = partial(run_job, documents, summarize_all, paths, identity, totals=totals, is_part=total != known)
-        status = _run(run, options, totals, memory, display, is_exact=identity.dtype == "float32")
+        status = _run(run, options, totals, display, is_exact=identity.dtype == "float32")
     raise typer.Exit(status)
 
 
 def _prints_text(options: JobOptions) -> bool:
     """Whether stdout gets text, not JSON."""
     return options.format == "text" or (options.format == "auto" and sys.stdout.isatty())
-
-
-def _find_memory(options: JobOptions) -> Path | None:
-    """The pool, if it is a memory of outputs and not a corpus, and can be one in this job."""
-    if options.pool is None:
-        return None  # before torch is imported
-    from lookahead import OutputFile
-    from lookahead.proposers.pool_files import check_folder
-
-    if not OutputFile.takes(options.pool):
-        return None
-    if "outputs" not in options.proposers:
-        raise ConfigError(
-            f"pool {options.pool} is for earlier outputs; --proposers must name outputs, got {options.proposers!r}"
-        )
-    check_folder(options.pool)
-    if options.ray:
-        raise ConfigError(
-            f"pool {options.pool} keeps the outputs of one process; with --ray pass a file of 'lookahead pool build'"
-        )
-    return Path(options.pool)
 
 
 @contextmanager
@@ -204,7 +175,6 @@ def _run(
     run: Callable[..., None],
     options: JobOptions,
     totals: JobTotals,
-    memory: OutputFile | None,
     display: JobDisplay,
     *,
     is_exact: bool,
@@ -214,36 +184,20 @@ def _run(
         try:
             run(observer=display, shown=None if display.as_text else print_line)
         except ResultsError as error:
-            _save(memory)
             for what in job_figures.describe_changes(error, options.output):
                 say("error", what)
             return 1
         except (KeyboardInterrupt, ClusterError, OSError) as error:
             stopped = job_figures.describe_stop(totals, OutputPaths(options.output).running)
             if isinstance(error, KeyboardInterrupt):
-                _save(memory)
                 say("interrupted", stopped)
                 return 130
             if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
                 what = job_figures.describe_failure(error) if isinstance(error, OSError) else str(error)
                 say("error", f"{what}; {stopped}")
             return 1
-    is_saved = _save(memory)
     display.conclude(totals, exact=is_exact)
-    if memory is not None and is_saved:
-        show_line(sys.stderr, job_figures.describe_memory(memory, totals))
-    return 1 if totals.rejected or (totals.different and is_exact) or not is_saved else 0
-
-
-def _save(memory: OutputFile | None) -> bool:
-    """Save the memory, if there is one; returns False on an error, which is printed."""
-    try:
-        if memory is not None:
-            memory.save()
-    except LookaheadError as error:
-        say("error", str(error))
-        return False
-    return True
+    return 1 if totals.rejected or (totals.different and is_exact) else 0
 
 
 @dataclass(frozen=True, kw_only=True)

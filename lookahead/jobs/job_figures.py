@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from lookahead.errors import ResultsError, count
 
 if TYPE_CHECKING:
-    from lookahead import OutputFile
     from lookahead.jobs.job import Estimate, JobTotals
     from lookahead.stats import DecodingStats
     from lookahead.summarization.summarizer import PlainFigures, Summary
@@ -116,16 +115,6 @@ def totals_rows(totals: JobTotals, seconds: float) -> list[tuple[str, str]]:
         ("documents per second", f"{totals.written / seconds:.2f}" if seconds else "-"),
     ]
     return [(name, figure) for name, figure in rows if figure != "0"]
-
-
-def describe_memory(memory: OutputFile, totals: JobTotals) -> str:
-    """One line about the tokens of a job that were drafted from earlier outputs."""
-    emitted, accepted = totals.stats.emitted_tokens, totals.stats.accepted_by_source["outputs"]
-    share = f" ({accepted / emitted:.0%})" if emitted else ""
-    return (
-        f"{memory.path}: {memory.loaded:,} tokens of earlier outputs were known, {memory.tokens:,} are now; "
-        f"{accepted:,} of {emitted:,} tokens written{share} were drafted from earlier outputs"
-    )
 
 
 def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:

@@ -180,17 +180,11 @@ def _read_pool(path: str, fingerprint: int | None) -> tuple[IntArray, PoolHeader
 def _write_parts(
     path: str, parts: Sequence[tuple[IntArray, PoolHeader]], documents: Sequence[IntArray], fingerprint: int
 ) -> PoolHeader:
-    """Write the documents of pools, and more of them. To a pool of outputs alone jobs still add theirs."""
-    is_learned = bool(parts) and all(header.learned for _, header in parts)
-    tokens = join_documents([*(part for part, _ in parts), *documents])
-    return write_pool(path, tokens, fingerprint, is_learned=is_learned)
-
-
-def join_documents(documents: Sequence[IntArray]) -> IntArray:
-    """At least one document, int32 `[tokens]` each, as one array with `SEPARATOR` between them."""
+    """Write the documents of pools, and more of them, int32 `[tokens]` each."""
     separator = np.array([SEPARATOR], np.int32)
-    joined: IntArray = np.concatenate([part for document in documents for part in (separator, document)][1:])
-    return joined
+    texts = [*(part for part, _ in parts), *documents]
+    tokens = np.concatenate([part for text in texts for part in (separator, text)][1:])
+    return write_pool(path, tokens, fingerprint)
 
 
 def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArray | Reject:
