@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from lookahead import LookaheadConfig
 from lookahead.cli.options import (
     DocumentOptions,
     DraftingOptions,
@@ -18,7 +19,6 @@ from lookahead.cli.options import (
     option,
 )
 from lookahead.cli.terminal import console, find_sources, load, say, show_line, table
-from lookahead.config import LookaheadConfig
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.decode_text import Reject
 from lookahead.documents.readers import read_documents

@@ -19,7 +19,7 @@ from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at
 from lookahead.errors import ConfigError, PromptError, SessionError, count
 
 if TYPE_CHECKING:
-    from lookahead.decoding.conversation import Conversation
+    from lookahead import Conversation
     from lookahead.decoding.session_file import SessionFile
 
 _QUOTES = '"""'
@@ -73,7 +73,7 @@ def chat(options: ChatOptions) -> None:
     loaded = load(options)
     import torch
 
-    from lookahead.decoding.conversation import Conversation
+    from lookahead import Conversation
     from lookahead.decoding.validation import check_seed
 
     check_seed(options.seed)

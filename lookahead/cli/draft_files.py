@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from lookahead import prepare_process
 from lookahead.cli.commands import App
 from lookahead.cli.options import INPUTS, DocumentOptions, ModelOptions, model_option, option
 from lookahead.cli.terminal import ProgressBar, console, find_sources, load, say, show_line, table
@@ -19,7 +20,7 @@ from lookahead.documents.decode_text import Reject
 from lookahead.documents.inputs import Input, check_output
 from lookahead.documents.readers import count_documents
 from lookahead.errors import ConfigError, count
-from lookahead.loading.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_files, prepare_process
+from lookahead.loading.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_files
 
 if TYPE_CHECKING:
     from lookahead.proposers.pool_files import PoolTotals

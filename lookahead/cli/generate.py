@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import lookahead
+from lookahead import LookaheadConfig
 from lookahead.cli.options import (
     DraftingOptions,
     ModelOptions,
@@ -18,11 +20,10 @@ from lookahead.cli.options import (
     read_prompt_file,
 )
 from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, reading, say, table
-from lookahead.config import ACCEPTANCES, LookaheadConfig
+from lookahead.config import ACCEPTANCES
 from lookahead.errors import count
 
 if TYPE_CHECKING:
-    from lookahead.backend.protocol import OnPrefill
     from lookahead.decoding.text_stream import TextStream
 
 
@@ -112,7 +113,7 @@ def generate(options: GenerateOptions) -> None:
         console(sys.stderr).print(table(rows))
 
 
-def _shown(pieces: TextStream, on_prefill: OnPrefill, *, quietly: bool) -> str:
+def _shown(pieces: TextStream, on_prefill: Callable[[int, int], None], *, quietly: bool) -> str:
     """Print a text as it comes, unless `quietly`, and return it."""
     said = []
     with pieces.serving():

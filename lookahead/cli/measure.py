@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 import lookahead
+from lookahead import LookaheadConfig
 from lookahead.cli.options import (
     DraftingOptions,
     ModelOptions,
@@ -22,7 +23,6 @@ from lookahead.cli.options import (
     option,
 )
 from lookahead.cli.terminal import console, load, memory_file_saved_at_exit, say, show_line, table
-from lookahead.config import LookaheadConfig
 from lookahead.errors import ConfigError
 from lookahead.loading.loading import locate_model
 from lookahead.utils.atomic import write_atomically
@@ -64,14 +64,13 @@ def explain(options: ExplainOptions) -> None:
     if options.html is not None:
         check_page(options.html, "html", "explain")
     loaded = load(options)
-    from lookahead import trace
     from lookahead.loading.quantized import weight_count
     from lookahead.reporting.trace_page import render_trace, source_rows, step_rows, total_line
 
     prompt = options.prompt_of(loaded.tokenizer, text)
     settings: Any = {"max_new_tokens": options.max_new_tokens, "truncate": options.truncate, "do_sample": False}
     with memory_file_saved_at_exit(options, loaded.model):
-        traced = trace(*loaded, prompt, config=config, **settings)
+        traced = lookahead.trace(*loaded, prompt, config=config, **settings)
     plain = lookahead.generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats
     model, dtype = loaded.model, str(loaded.model.dtype).removeprefix("torch.")
     described = f"{options.model} ({type(model).__name__}, {weight_count(model):,} parameters, {dtype})"

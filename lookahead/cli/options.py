@@ -12,7 +12,7 @@ from inspect import get_annotations
 from typing import Any, ClassVar, Literal
 
 import lookahead
-from lookahead.config import LookaheadConfig
+from lookahead import LookaheadConfig
 from lookahead.documents.byte_sources import STDIN, opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError, PromptError

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead import LookaheadConfig
 from lookahead.backend.read_prompt import PrefixStore, prefixes_of
-from lookahead.config import LookaheadConfig, check_whole
+from lookahead.config import check_whole
 from lookahead.decoding.api import with_row_processors
 from lookahead.decoding.cache_room import MAX_ROWS, bytes_of_token, cache_tokens_of, rows_of
 from lookahead.decoding.plan import RequestPlan, generator_for

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from lookahead.backend.step_costs import prepare_costs
-from lookahead.config import LookaheadConfig
+from lookahead import LookaheadConfig, load, prepare_costs
 from lookahead.errors import LookaheadError
-from lookahead.loading.loading import load
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest
