@@ -61,7 +61,6 @@ OF_INNER_MODULES = {
         "decoding.text_stream",
         "decoding.validation",
         "loading.loading",
-        "loading.local_models",
         "loading.quantized",
         "ngram.memory_file",
         "plugins.heads.training.train_heads",
