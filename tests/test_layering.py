@@ -50,44 +50,17 @@ SHARED = {"errors", "stats", "utils"}
 # What these apps need of the engine beyond its public names.
 OF_INNER_MODULES = {
     "cli": {
-        *[
-            "backend.cpu.product_choice",
-            "backend.self_check",
-            "config",
-            "decoding.comparison",
-            "decoding.diagnosis",
-            "decoding.memory_building",
-            "decoding.prompts",
-            "decoding.session_file",
-            "decoding.text_stream",
-            "decoding.validation",
-            "loading.loading",
-            "loading.quantized",
-            "ngram.memory_file",
-            "plugins.heads.training.train_heads",
-            "proposers.memory_files",
-            "proposers.pool_files",
-        ]
+        "backend.cpu.product_choice", "backend.self_check", "config", "decoding.comparison", "decoding.diagnosis",
+        "decoding.memory_building", "decoding.prompts", "decoding.session_file", "decoding.text_stream",
+        "decoding.validation", "loading.loading", "loading.quantized", "ngram.memory_file",
+        "plugins.heads.training.train_heads", "proposers.memory_files", "proposers.pool_files",
     },
     "serving": {
-        *[
-            "backend.read_prompt",
-            "config",
-            "decoding.api",
-            "decoding.cache_room",
-            "decoding.plan",
-            "decoding.prompts",
-            "decoding.request",
-            "decoding.scheduler",
-            "decoding.text_pieces",
-            "decoding.validation",
-            "engine.row",
-            "model.facts",
-            "model.model_kind",
-            "verification.stopping",
-        ]
+        "backend.read_prompt", "config", "decoding.api", "decoding.cache_room", "decoding.plan", "decoding.prompts",
+        "decoding.request", "decoding.scheduler", "decoding.text_pieces", "decoding.validation", "engine.row",
+        "model.facts", "model.model_kind", "verification.stopping",
     },
-}
+}  # fmt: skip
 KNOW_TRANSFORMERS = {
     "serving",
     "verification",
