@@ -88,7 +88,6 @@ OPTIONAL = {
 }
 BROUGHT_ALONG = {"tokenizers", "huggingface_hub", "llvmlite", "packaging"}  # by transformers and numba
 FEW_PARAMETERS = 4  # a docstring says in a sentence what so many are; `Args:` describes more
-# Rooms whose docstrings are not complete yet.
 
 
 @dataclass(frozen=True)
@@ -201,17 +200,15 @@ def test_what_the_command_line_and_the_server_need_of_inner_modules_is_listed():
 
 
 def test_apps_import_public_names_from_the_package():
-    offenders = [
-        f"{module.name} must import {alias.name} from lookahead"
-        for module in MODULES
-        if _is_in(module.room, set(OF_INNER_MODULES) | ON_PUBLIC_NAMES)
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ImportFrom) and node.module is not None
-        for alias in node.names
-        if node.module == f"lookahead.{lookahead._HOME.get(alias.name)}"
-        and not _is_in(node.module.removeprefix("lookahead."), SHARED | {module.folder.removeprefix("lookahead.")})
+    homes = {(f"lookahead.{home}", name) for name, home in lookahead._HOME.items() if not _is_in(home, SHARED)}
+    imports = [(each.name, node) for each in MODULES if _is_in(each.room, {*OF_INNER_MODULES}) for node in _from(each)]
+    assert not [
+        (room, alias.name) for room, node in imports for alias in node.names if (node.module, alias.name) in homes
     ]
-    assert not offenders
+
+
+def _from(module: Module) -> list[ast.ImportFrom]:
+    return [node for node in ast.walk(module.tree) if isinstance(node, ast.ImportFrom)]
 
 
 def test_the_core_names_no_plug_in():
