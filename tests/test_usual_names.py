@@ -16,6 +16,7 @@ from lookahead.decoding.loops import loops
 from lookahead.errors import UnsupportedModelError
 from lookahead.loading import gguf_files, loading
 from lookahead.loading.loading import locate_model
+from lookahead.loading.local_models import local_models
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
@@ -175,6 +176,85 @@ def test_an_address_is_no_folder_of_the_same_name(hub, tmp_path, monkeypatch):
     (tmp_path / "maker" / "tiny").mkdir(parents=True)
     with pytest.raises(UnsupportedModelError, match="cannot be told from the folder maker/tiny here"):
         locate_model("hf://maker/tiny")
+
+
+def test_the_models_on_this_machine_are_listed_by_names_that_are_taken(hub, tmp_path, monkeypatch, model_folder):
+    default = tmp_path / "default.Q4_1.gguf"
+    default.write_bytes(b"GGUF")
+    monkeypatch.setattr(loading, "_default_file", lambda: default)
+    kept = gguf_files.kept_models() / "other-2-0123456789abcdef"
+    shutil.copytree(model_folder, kept)
+    found = local_models()
+    names = ["smollm2", str(kept), "hf://maker/tiny/tiny.Q4_K_M.gguf", "maker/tiny"]
+    assert [model.name for model in found] == names
+    assert [model.dtype for model in found] == ["Q4_1", "fp32", "Q4_K_M", "fp32"]
+    weights = (model_folder / "model.safetensors").stat().st_size
+    assert [model.bytes for model in found[:3]] == [4, weights, 400] and found[3].bytes > weights
+    for model in found:
+        assert locate_model(model.name)
+        assert Path(model.path).exists()
+    shown = CliRunner().invoke(app, ["models", "--json"]).stdout.splitlines()
+    assert [json.loads(line)["name"] for line in shown] == names
+
+
+@pytest.mark.parametrize("columns", [1, 20, 80, 500])
+def test_a_program_that_reads_the_models_gets_a_line_for_each_whatever_the_width(hub, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    kept = gguf_files.kept_models() / "two  words\n:smile: [b]\u65e5\u672c"
+    shutil.copytree(hub / "models--maker--tiny" / "snapshots" / "0123abcd", kept)
+    found = local_models()
+    lines = CliRunner().invoke(app, ["models"]).stdout.splitlines()
+    for model in found:
+        (line,) = (each for each in lines if f" {model.name} ".replace("\n", "\ufffd") in each)
+        assert model.path in line or model.path == model.name
+    assert len([line for line in lines if line.strip()]) == len(found) + 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no pseudo terminal")
+@pytest.mark.parametrize("columns", [3, 20, 60, 80, 120])
+def test_names_of_models_are_whole_at_a_terminal_of_any_width(hub, columns, monkeypatch):
+    from tests.support.pseudo_terminal import at_terminal
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with at_terminal("models", columns=columns) as terminal:
+        assert terminal.wait() == 0
+        shown = terminal.shown
+    is_table = columns >= 80
+    assert ("where" in shown) == is_table
+    for model in local_models():
+        assert model.name in shown and (model.dtype or "") in shown
+        assert is_table or model.path in shown  # a table breaks it, the terminal does not
+    assert not is_table or max(map(len, shown.splitlines())) <= columns
+
+
+def test_a_machine_without_models_has_an_empty_list(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "gone"))
+    monkeypatch.setattr(gguf_files, "user_cache_path", lambda name, **_: tmp_path / "cache" / name)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    assert local_models() == []
+    assert CliRunner().invoke(app, ["models", "--json"]).stdout == ""
+
+
+@pytest.mark.parametrize("damage", ["file", "loop", "home", "reference"])
+def test_a_cache_of_the_hub_that_cannot_be_read_is_one_line_and_other_models_are_listed(hub, monkeypatch, damage):
+    if damage == "reference":
+        (hub / "models--maker--tiny" / "refs" / "main").write_bytes(b"\xff")
+    else:
+        cache = Path("~nobody-of-this-name/hub") if damage == "home" else hub.with_name(damage)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        if damage == "file":
+            cache.write_text("")
+        elif damage == "loop":
+            cache.symlink_to(cache)
+    default = hub.with_name("default.gguf")
+    default.write_bytes(b"GGUF")
+    monkeypatch.setattr(loading, "_default_file", lambda: default)
+    result = CliRunner().invoke(app, ["models", "--json"])
+    assert [json.loads(line)["name"] for line in result.stdout.splitlines()] == ["smollm2"]
+    assert result.stderr.startswith("warning: the models in the cache of the Hugging Face Hub, ")
+    assert f"{damage if damage in ('file', 'loop') else 'hub'}, are not listed: " in result.stderr
+    assert result.stderr.count("\n") == 1 and result.exit_code == 0
+    one_line(CliRunner().invoke(app, ["generate", "Once", "-m", "hf://maker/tiny/gone.gguf"]))
 
 
 def test_an_output_that_loops_is_flagged_wherever_it_is_shown(cli_folder, float32_summarizer):

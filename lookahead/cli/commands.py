@@ -22,7 +22,6 @@ from lookahead.errors import ConfigError
 REMOVED_COMMANDS = {
     "calibrate": "every command measures some sizes of drafts at the first use of a model, and learns while it decodes",
     **dict.fromkeys(("pool verify", "memory verify"), "'info' checks every byte, and with --model that the file fits"),
-    "models": "'hf cache ls' lists the models in the cache of the Hugging Face Hub, whose names --model takes",
     "pick-draft": "'lookahead bench' measures heads and 'lookahead generate --stats' a draft model; "
     "run them with and without --heads DIR or --draft-model MODEL",
 }
