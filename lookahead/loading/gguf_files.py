@@ -51,6 +51,11 @@ def convert_once(file: Path, announce: Callable[[str], None] | None = None) -> P
     return kept_once(file, _VERSION, functools.partial(_convert, file, announce))
 
 
+def kept_models() -> Path:
+    """The folder of conversions of GGUF files."""
+    return user_cache_path("lookahead", appauthor=False) / "models"
+
+
 def kept_once(file: Path, kind: object, make: Callable[[Path], None]) -> Path:
     """The folder of something derived from a GGUF file, which is made unless an earlier call did.
 
@@ -64,7 +69,7 @@ def kept_once(file: Path, kind: object, make: Callable[[Path], None]) -> Path:
     Raises:
         UnsupportedModelError: A package that reads GGUF files is missing, or the cache folder cannot be written.
     """
-    kept = user_cache_path("lookahead", appauthor=False) / "models"
+    kept = kept_models()
     folder = kept / f"{file.stem}-{kind}-{_hash_of(file)[:16]}"
     if folder.is_dir():
         return folder
