@@ -175,8 +175,9 @@ def _step(texts, begin, options, chains, path_probs, sizes):
             continue
         if not add(text, new):
             return row, new.size, 0
-        drafted, (table, prior, frequent) = request[_DRAFTED], rates_at(search[RATES:])
-        count_hits(table, prior, frequent, found[1][:drafted], found[0][:drafted], found[2][:drafted], new, True)
+        drafted = request[_DRAFTED]
+        trie = found[1][:drafted], found[0][:drafted], found[2][:drafted]
+        count_hits(rates_at(search[RATES:]), trie, new, True)
         request[_DRAFTED] = 0
         arena, length = chains_at(text)[0], text[LENGTH]
         if length - 1 >= request[_KEPT] + shared:

@@ -78,11 +78,6 @@ class Chains(KeepsAddresses):
         arena, heads, links = (np.require(each, requirements=["C", "W"]) for each in (arena, heads, links))
         self.state = arena, heads, links, length
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the arena, the links and the heads, in bytes."""
-        return sum(each.nbytes for each in self._arrays)
-
 
 class ChainIndex(Chains):
     """An index of documents, the last of which is open and grows.

@@ -138,9 +138,9 @@ class HitRates:
         >>> rates = HitRates()
         >>> parents, tokens, features = np.array([[0, 0], [5, 6], [0, 0]], np.int32)
         >>> before = hit_rate(rates.table, 0, 1)
-        >>> rates.learn(parents, tokens, features, np.array([6], np.int32), counts=True)  # the target chose the token
-        >>> bool(hit_rate(rates.table, 0, 1) > before), rates.frequent[0].tolist()
-        (True, [6, 1])
+        >>> rates.learn(parents, tokens, features, np.array([6], np.int32))  # the target chose the token
+        >>> bool(hit_rate(rates.table, 0, 1) > before)
+        True
     """
 
     __slots__ = ("frequent", "prior", "table")
@@ -154,19 +154,12 @@ class HitRates:
         self.table[_FIRST_KIND:, 0] = 1.0
         self.frequent = np.tile(np.array([-1, 0]), (_COUNTED, 1))  # tokens, -1 for none, and counts, descending
 
-    def learn(
-        self, parents: IntArray, tokens: IntArray, features: IntArray, emitted: IntArray, *, counts: bool = False
-    ) -> None:
+    def learn(self, parents: IntArray, tokens: IntArray, features: IntArray, emitted: IntArray) -> None:
         """Count every candidate of a `Trie` whose parent was emitted: a hit if its token was emitted next.
 
-        Args:
-            parents: int32 `[k]`; a parent comes before its children.
-            tokens: int32 `[k]`.
-            features: int32 `[k]`.
-            emitted: int32 `[n]`, the tokens after the root.
-            counts: Whether to count the frequency of emitted tokens too.
+        `emitted`, int32 `[n]`, are the tokens after the root.
         """
-        count_hits(self.table, self.prior, self.frequent, parents, tokens, features, emitted, counts)
+        count_hits((self.table, self.prior, self.frequent), (parents, tokens, features), emitted, False)
 
 
 @njit(error_model="numpy")
@@ -226,27 +219,21 @@ def hit_rate(table, feature, depth):
 
 
 @njit(error_model="numpy")
-def count_hits(table, prior, frequent, parents, tokens, features, emitted, counts):
-    """The core of `HitRates.learn`.
+def count_hits(rates, trie, emitted, counts):
+    """The core of `HitRates.learn`. If `counts`, the frequency of the emitted tokens is counted too.
 
-    Args:
-        table: float64 `[rows, 3]`, `HitRates.table`; changed.
-        prior: float64 `[features]`.
-        frequent: int64 `[64, 2]`, tokens and counts; changed if `counts`.
-        parents: int32 `[k]`; a parent comes before its children.
-        tokens: int32 `[k]`.
-        features: int32 `[k]`.
-        emitted: int32 `[n]`, the tokens after the root.
-        counts: Whether to count the frequency of emitted tokens too.
+    `rates` are the table, the prior and the frequent tokens of `HitRates`; `trie` are parents, tokens and features of
+    candidates, int32 `[k]`, of which a parent comes before its children.
 
     Example:
         >>> rates = HitRates()
         >>> parents, tokens, features = np.array([[0, 0, 0], [5, 6, 7], [0, 0, 1]], np.int32)
-        >>> emitted = np.array([6], np.int32)
-        >>> count_hits(rates.table, rates.prior, rates.frequent, parents, tokens, features, emitted, False)
-        >>> rates.table[:2, 1:].tolist()  # hits and trials
-        [[1.0, 1.0], [0.0, 1.0]]
+        >>> learned = rates.table, rates.prior, rates.frequent
+        >>> count_hits(learned, (parents, tokens, features), np.array([6], np.int32), True)
+        >>> rates.table[:2, 1:].tolist(), rates.frequent[0].tolist()  # hits and trials; a token and its count
+        ([[1.0, 1.0], [0.0, 1.0]], [6, 1])
     """
+    (table, prior, frequent), (parents, tokens, features) = rates, trie
     if counts:
         _count(frequent, emitted)
     nodes, hits = children_along(parents, tokens, emitted)
@@ -270,26 +257,25 @@ def count_hits(table, prior, frequent, parents, tokens, features, emitted, count
 
 
 @njit(error_model="numpy")
-def copied(parents, tokens, features, placed, argmax):
+def copied(trie, placed, argmax):
     """The nodes of a verified tree after which the target continues a copy of the row's own text, bool `[nodes]`.
 
     Also True for a childless node at which a copy ends.
 
     Args:
-        parents: int32 `[k]`, parents of candidates; a parent comes before its children.
-        tokens: int32 `[k]`.
-        features: int32 `[k]`.
+        trie: As for `count_hits`.
         placed: int32 `[k]`, the node of the verified tree that each candidate became, 0 if it was left out.
         argmax: int32 `[nodes]`, the target's likeliest token after every node of that tree.
 
     Example:
         >>> from lookahead.ngram.features import feature_of_match, support_of
         >>> copy = feature_of_match(8, 0, support_of(0, 1, 1))
-        >>> parents, tokens, features = np.array([[0, 0, 1], [5, 6, 7], [0, copy, copy]], np.int32)
+        >>> trie = tuple(np.array([[0, 0, 1], [5, 6, 7], [0, copy, copy]], np.int32))  # parents, tokens, features
         >>> placed, argmax = np.array([[0, 1, 2], [6, 9, 9]], np.int32)
-        >>> copied(parents, tokens, features, placed, argmax).tolist()  # after the second node the target leaves it
+        >>> copied(trie, placed, argmax).tolist()  # after the second node the target leaves it
         [True, False, True]
     """
+    parents, tokens, features = trie
     nodes, has_child = np.zeros(argmax.size, np.bool_), np.zeros(argmax.size, np.bool_)
     for node in range(parents.size - 1, 0, -1):
         feature, at = features[node], placed[node]

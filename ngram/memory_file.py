@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from lookahead.ngram.binary_file import HEADER_BYTES, FileHeader
 from lookahead.ngram.successors import ENTRY, TOP, UNIT, WAYS, SuccessorTable, group_of
 
-VERSION = 1
 DEFAULT_CONTEXTS = 1 << 18
 MAX_CONTEXTS = 1 << 26
 MAX_VOCABULARY = (1 << 24) - 1  # token ids are below it
@@ -41,7 +40,7 @@ class MemoryHeader(FileHeader):
         ((168, True), 128)
     """
 
-    kind, magic, version, owner = "memory", b"LKMEM\r\n\x1a", VERSION, "model"
+    kind, magic, version, owner = "memory", b"LKMEM\r\n\x1a", 1, "model"
     shown = ("contexts", "max_contexts", "vocabulary")
 
     fingerprint: int  # of the model

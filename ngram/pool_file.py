@@ -18,7 +18,6 @@ import xxhash
 from lookahead.ngram.binary_file import HEADER_BYTES, FileHeader
 from lookahead.ngram.chains import LEVELS, SEPARATOR, ChainIndex, Chains, IntArray
 
-VERSION = 1
 MAX_ENTRIES = (1 << 31) - 1  # of an arena: a position is an int32
 _READ_AT_ONCE = 1 << 20  # numbers
 
@@ -33,7 +32,7 @@ class PoolHeader(FileHeader):
         (16572, True)
     """
 
-    kind, magic, version, owner = "pool", b"LKPOOL\r\n", VERSION, "tokenizer"
+    kind, magic, version, owner = "pool", b"LKPOOL\r\n", 1, "tokenizer"
     shown = ("documents", "tokens", "largest_token")
 
     fingerprint: int  # of the tokenizer

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.ngram.chains import IntArray
 from lookahead.ngram.inlining import jit_inline
 from lookahead.utils.jit import njit
 
-IntArray = NDArray[np.int32]
 FREE: NDArray[np.float64] = np.zeros(0)  # costs if nodes are free
 
 

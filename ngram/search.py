@@ -166,15 +166,14 @@ class Search(KeepsAddresses):
 @njit(error_model="numpy")
 def _learn(text, learned, trie, emitted, verified, placed):
     """The core of `Search.learn`; returns whether the text had room. Nothing is stored after copies of the text."""
-    (table, prior, frequent, entries, now), (parents, candidates, features) = learned, trie
-    count_hits(table, prior, frequent, parents, candidates, features, emitted, True)
-    tree_parents, tokens, top, probs = verified
+    count_hits(learned[:3], trie, emitted, True)
+    _, tokens, top, _ = verified
     if tokens.size > 0:
         skipped = np.zeros(tokens.size, np.bool_)
         if placed.size > 0:  # copies are found in this text anyway, and would mislead in another
-            skipped = copied(parents, candidates, features, placed, top[:, 0])
+            skipped = copied(trie, placed, top[:, 0])
         arena, _, _, length = chains_at(text)
-        store_tree(entries, now, arena[:length], tree_parents, tokens, top, probs, skipped)
+        store_tree(learned[3:], arena[:length], verified, skipped)
     return add(text, emitted)
 
 

@@ -48,11 +48,6 @@ class SuccessorTable:
         self.entries = np.zeros((contexts // WAYS, WAYS), ENTRY)
         self.now = np.zeros(1, np.int64)  # writes so far
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes, which is constant."""
-        return self.entries.nbytes
-
     def store(
         self,
         before: IntArray,
@@ -79,7 +74,7 @@ class SuccessorTable:
                 f"{nodes} tokens after {before.size} need as many parents and {TOP} successors each, got "
                 f"{parents.size} parents, successors of {top.shape} and probs of {probs.shape}"
             )
-        store_tree(self.entries, self.now, before, parents, tokens, top, probs, np.zeros(nodes, np.bool_))
+        store_tree((self.entries, self.now), before, (parents, tokens, top, probs), np.zeros(nodes, np.bool_))
 
 
 @jit_inline
@@ -165,26 +160,19 @@ def find_context(entries, since, hashes, orders):
 
 
 @njit(error_model="numpy")
-def store_tree(entries, now, before, parents, tokens, top, probs, skipped):
-    """The core of `SuccessorTable.store`.
+def store_tree(memory, before, verified, skipped):
+    """The core of `SuccessorTable.store`. Nothing is stored for the nodes `skipped`, bool `[k]`.
 
-    Args:
-        entries: `ENTRY` `[sets, WAYS]`; changed.
-        now: int64 `[1]`, writes so far; changed.
-        before: int32 `[n]`; this and the next four are as for `SuccessorTable.store`.
-        parents: int32 `[k]`.
-        tokens: int32 `[k]`.
-        top: int32 `[k, 8]`.
-        probs: float32 `[k, 8]`.
-        skipped: bool `[k]`, nodes for which nothing is stored.
+    `memory` are the entries of the table and the writes so far; `verified` are the last four arguments of `store`.
 
     Example:
         >>> table, token, skipped = SuccessorTable(contexts=8), np.array([5], np.int32), np.array([False])
         >>> top, probs = np.zeros((1, TOP), np.int32), np.zeros((1, TOP), np.float32)
-        >>> store_tree(table.entries, table.now, token, np.zeros(1, np.int32), token, top, probs, skipped)
+        >>> store_tree((table.entries, table.now), token, (np.zeros(1, np.int32), token, top, probs), skipped)
         >>> table.now.item()  # writes
         1
     """
+    (entries, now), (parents, tokens, top, probs) = memory, verified
     hashes = np.empty(ORDERS, np.uint64)
     for node in range(tokens.size):
         if skipped[node]:

@@ -54,12 +54,12 @@ def test_the_longest_known_context_gives_what_was_stored_last(taught, context):
 @given(st.lists(lessons(), min_size=1, max_size=8), st.lists(token, max_size=6))
 def test_a_full_table_forgets_but_never_mixes_contexts(taught, context):
     table, everything = SuccessorTable(contexts=8), RecycledByDict()
-    size = table.nbytes
+    size = table.entries.nbytes
     for lesson in taught:
         teach(table, lesson)
         everything.store(*lesson)
     order, tokens, _ = find_recycled(table, context)
-    assert table.nbytes == size
+    assert table.entries.nbytes == size
     assert order <= everything.find(context)[0]
     if order:
         assert tokens == list(everything.successors[tuple(context[len(context) - order :])][0])
@@ -82,7 +82,7 @@ def test_nothing_is_kept_after_nodes_that_are_skipped():
     top, chances = np.tile(np.arange(8, dtype=np.int32), (3, 1)), np.full((3, 8), 0.1, np.float32)
     skipped = np.array([False, True, False])
     parents = np.array([0, 0, 1], np.int32)
-    store_tree(table.entries, table.now, tokens[:1], parents, tokens, top, chances, skipped)
+    store_tree((table.entries, table.now), tokens[:1], (parents, tokens, top, chances), skipped)
     assert [find_recycled(table, tokens[: n + 1])[0] for n in range(3)] == [1, 0, 3]
 
 

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Feedback, Proposal
+from lookahead.ngram.chains import IntArray
 from lookahead.ngram.hit_rates import AcceptanceTable
-from lookahead.ngram.prune import IntArray, best_nodes
+from lookahead.ngram.prune import best_nodes
 from lookahead.plugins.heads.target import gather_positions, lm_head
 
 FloatArray = NDArray[np.float32]

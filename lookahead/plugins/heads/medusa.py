@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lookahead.ngram.chains import IntArray
 from lookahead.ngram.hit_rates import AcceptanceTable
-from lookahead.ngram.prune import IntArray
 from lookahead.plugins.heads.guess_tree import FloatArray, GuessTree, HeadDrafter
 from lookahead.plugins.heads.target import lm_head
 
