@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from lookahead.errors import ConfigError, DocumentError
-from lookahead.model.model_kind import kind_of
 from lookahead.summarization.chunking import MeasuredText, Part, Parts, cut, truncate
 from lookahead.summarization.segmentation import Break, Piece, split_pieces
 
@@ -83,6 +82,8 @@ class Prompting:
         request: SummaryRequest | None = None,
         model: PreTrainedModel | None = None,
     ) -> None:
+        from lookahead.model.model_kind import kind_of
+
         self._tokenizer = tokenizer
         self.request = request or SummaryRequest()
         self._prefix = ""
@@ -173,7 +174,7 @@ class PromptFitter(Prompting):
             raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         super().__init__(tokenizer, request, model)
         self.max_new_tokens = max_new_tokens
-        context, has_encoder = context_length(model, tokenizer), kind_of(model).has_encoder
+        context, has_encoder = context_length(model, tokenizer), self.template == "encoder"
         # The encoder's context holds only the document; the summary is in the decoder's context.
         self._prompt_limit = context - (0 if has_encoder else max_new_tokens)
         self._document_limit = self._prompt_limit - self.count_tokens(self.render(""))
