@@ -54,7 +54,7 @@ OF_INNER_MODULES: dict[str, set[str]] = {
     "cli": {
         "backend.cpu.product_choice", "backend.self_check", "config", "decoding.comparison", "decoding.diagnosis",
         "decoding.memory_building", "decoding.prompts", "decoding.session_file", "decoding.text_stream",
-        "decoding.validation", "loading.loading", "loading.quantized", "ngram.memory_file",
+        "decoding.validation", "loading.loading", "loading.local_models", "loading.quantized", "ngram.memory_file",
         "plugins.heads.training.train_heads", "proposers.memory_files", "proposers.pool_files",
     },
     "serving": {
