@@ -127,21 +127,17 @@ def test_outputs_that_end_while_the_client_leaves_lose_no_error(folder, log):
     assert log.texts == []
 
 
-@pytest.mark.parametrize(
-    ("is_shutdown", "message"),
-    [(True, "the server is shutting down"), (False, "the model was freed for another; try again")],
-)
-def test_a_request_to_a_model_that_ends_is_told_why_and_not_of_a_full_queue(folder, is_shutdown, message):
+def test_a_request_to_a_server_that_ends_is_told_why_and_not_of_a_full_queue(folder):
     async def refused() -> list[ApiError]:
         models = models_of(folder)
-        served = await asyncio.to_thread(models.wait)
+        await asyncio.to_thread(models.wait)
         service, body = _Service(models, WAIT_S), parsed(CompletionBody, BODY)
         turn = await service.begin(body)
-        await asyncio.to_thread(models.close if is_shutdown else served.loop.close)
+        await asyncio.to_thread(models.close)
         with pytest.raises(ApiError) as running:
             _ = [update async for update in service.updates(turn)]
         with pytest.raises(ApiError) as new:
             await service.begin(body)
         return [running.value, new.value]
 
-    assert [(each.status, str(each)) for each in asyncio.run(refused())] == [(503, message)] * 2
+    assert [(each.status, str(each)) for each in asyncio.run(refused())] == [(503, "the server is shutting down")] * 2

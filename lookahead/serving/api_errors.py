@@ -36,3 +36,8 @@ class ApiError(Exception):
 def invalid(param: str | None, message: str) -> ApiError:
     """The error for a field with an invalid value."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")
+
+
+def shutting_down() -> ApiError:
+    """The error for a request when the server ends."""
+    return ApiError(503, "the server is shutting down", code="shutting_down")

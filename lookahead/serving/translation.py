@@ -15,7 +15,7 @@ from lookahead.decoding.validation import resolved
 from lookahead.errors import ConfigError, LogitsError, PromptError, UnsupportedModelError
 from lookahead.model.facts import context_limit
 from lookahead.model.model_kind import kind_of
-from lookahead.serving.api_errors import ApiError, invalid
+from lookahead.serving.api_errors import ApiError, invalid, shutting_down
 from lookahead.serving.request_schemas import (
     ChatBody,
     CompletionBody,
@@ -26,7 +26,7 @@ from lookahead.serving.request_schemas import (
     Tool,
     text_of,
 )
-from lookahead.serving.requests import GenerationRequest
+from lookahead.serving.requests import GenerationRequest, LoopClosedError, QueueFullError
 from lookahead.serving.tool_calls import schema_of_call
 from lookahead.verification.stopping import end_tokens
 
@@ -197,8 +197,12 @@ class Translator:
         return int(token)
 
 
-def as_api_error(error: Exception) -> ApiError | None:
-    """The response to an error caused by a request, or None for other errors."""
+def as_api_error(error: BaseException) -> ApiError | None:
+    """The response to an error caused by a request or a server that takes no more, or None for other errors."""
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after_s)})
+    if isinstance(error, LoopClosedError):
+        return shutting_down()
     is_of_grammar = isinstance(error, LogitsError) and "grammar" in str(error)
     if is_of_grammar or isinstance(error, ConfigError | PromptError | UnsupportedModelError):
         return invalid(None, str(error))

@@ -22,12 +22,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from lookahead.errors import ConfigError, LookaheadError
+from lookahead.errors import ConfigError
 from lookahead.serving.answers import Answer
-from lookahead.serving.api_errors import ApiError
+from lookahead.serving.api_errors import ApiError, shutting_down
 from lookahead.serving.metrics import Metrics
 from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody, parsed
-from lookahead.serving.requests import GenerationRequest, LoopClosedError, QueueFullError, Ticket, Update
+from lookahead.serving.requests import GenerationRequest, Ticket, Update
 from lookahead.serving.safety import Guard
 from lookahead.serving.served_models import ServedModel, ServedModels
 from lookahead.serving.timed_workers import TimedWorkers
@@ -105,20 +105,9 @@ class _Service:
         try:
             for i, each in enumerate(requests):
                 await asyncio.to_thread(submit, i, each)
-        except QueueFullError as error:
+        except BaseException as error:
             turn.cancel()
-            raise ApiError(
-                429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after_s)}
-            ) from None
-        except LoopClosedError:
-            turn.cancel()
-            raise _closing() from None
-        except LookaheadError as error:
-            turn.cancel()
-            raise as_api_error(error) or error from error
-        except BaseException:
-            turn.cancel()
-            raise
+            raise as_api_error(error) or error from None
         return turn
 
     async def updates(self, turn: _Turn) -> AsyncIterator[tuple[int, Update]]:
@@ -137,7 +126,7 @@ class _Service:
                     _log.error("an output failed", exc_info=update.error)
                 raise known or ApiError(500, "internal error")
             if update.end == "cancelled":
-                raise _closing()
+                raise shutting_down()
             if update.tokens and not choices[i].tokens:
                 self.metrics.first_token.observe(time.monotonic() - turn.started)
             yield i, update
@@ -182,10 +171,6 @@ class _Service:
         finally:
             turn.cancel()
         yield "data: [DONE]\n\n"
-
-
-def _closing() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 def _forget(task: asyncio.Task[None]) -> None:
