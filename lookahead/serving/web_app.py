@@ -107,7 +107,9 @@ class _Service:
                 await asyncio.to_thread(submit, i, each)
         except BaseException as error:
             turn.cancel()
-            raise as_api_error(error) or error from None
+            if (known := as_api_error(error)) is None:
+                raise
+            raise known from None
         return turn
 
     async def updates(self, turn: _Turn) -> AsyncIterator[tuple[int, Update]]:
