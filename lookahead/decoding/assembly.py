@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,11 +40,34 @@ _GPU_NODE_COST = 0.005
 _STATES_NODE_COST = 0.12  # measured at the sizes of Qwen3.5-0.8B in float32, up to 8 nodes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What the rows of an engine have in common, whether they are one batch or join it later.
+
+    Attributes:
+        model: The model.
+        config: How to draft.
+        tokenizer: The model's tokenizer, for proposers that compare it with their own.
+        memory: The store of `memory="request"`, shared by the calls of one request; None for one call.
+        keep_cache: As for `Engine`.
+        predicts: Whether rows that join later may have predictions.
+        is_constrained: Whether rows that join later may follow a grammar.
+        is_rounded: Whether transformers' own passes differ in their bits from decoding one token at a time.
+    """
+
+    model: PreTrainedModel
+    config: LookaheadConfig
+    tokenizer: PreTrainedTokenizerBase | None = None
+    memory: Memory | None = None
+    keep_cache: bool = False
+    predicts: bool = False
+    is_constrained: bool = False
+    is_rounded: bool = False
+
+
 def assemble(
-    model: PreTrainedModel,
-    config: LookaheadConfig,
+    common: Common,
     stopping: StoppingRule,
-    tokenizer: PreTrainedTokenizerBase | None,
     batch: Sequence[Row] = (),
     *,
     slots: int = 0,
@@ -52,19 +75,12 @@ def assemble(
     warp: Callable[[Tensor], Tensor] | None = None,
     encoded: Any = None,
     reading: PromptReading | None = None,
-    memory: Memory | None = None,
-    keep_cache: bool = False,
-    predicts: bool = False,
-    is_constrained: bool = False,
-    is_rounded: bool = False,
 ) -> Engine:
     """Build an engine: a backend with its cache, the proposers, and the controller with its learned state.
 
     Args:
-        model: The model.
-        config: How to draft.
+        common: What the rows have in common.
         stopping: Ends the rows.
-        tokenizer: The model's tokenizer, for proposers that compare it with their own.
         batch: The rows of one call. Without them, independent rows join the engine later, up to `slots`, and a row that
             fails ends alone.
         slots: Maximum rows at a time, without a batch.
@@ -72,49 +88,42 @@ def assemble(
         warp: As in `Call`.
         encoded: The encoded inputs of the batch; None without an encoder, and for rows that join with their own.
         reading: Reads prompts of the batch that are more than tokens.
-        memory: The store of `memory="request"`; None for an empty one.
-        keep_cache: As for `Engine`.
-        predicts: Whether rows may have predictions.
-        is_constrained: Whether rows that join later may follow a grammar.
-        is_rounded: As in `RequestPlan`.
     """
-    rows, isolates, longest = len(batch) or slots, not batch, max((row.length for row in batch), default=0)
-    plan = plan_of(model)
+    model, rows, isolates = common.model, len(batch) or slots, not batch
+    plan, kind = plan_of(model), kind_of(model)
     keeps_states = plan.may_keep_states and bool(mixers_of(model))
-    config = _bounded(config, model, rows) if keeps_states else config
-    captures = records_graphs(model) and reading is None and not keeps_states
+    config = _bounded(common.config, model, rows) if keeps_states else common.config
+    captures = reading is None and not keeps_states and records_graphs(model)
+    # Trees with their root are padded to powers of two where passes are recorded.
+    is_less = captures and config.max_nodes is None and any(name != "jacobi" for name in config.proposers)
     acceptance = acceptance_of(config.acceptance, is_sampled=warp is not None)
+    inputs = None if encoded is None else encoded.tokens
     call = Call(
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=common.tokenizer,
         rows=rows,
         vocab_size=plan.vocabulary,
-        max_length=stopping.max_length + (0 if encoded is None else max(map(len, encoded.tokens))),
-        max_nodes=_node_budget(config, captures),
+        max_length=stopping.max_length + max(map(len, inputs or ()), default=0),
+        max_nodes=config.node_budget - is_less,
         is_chain=shape == "chains",
         is_timed=config.draft == "auto",
         by_rejection=acceptance.draws,
         warp=warp,
-        inputs=None if encoded is None else encoded.tokens,
+        inputs=inputs,
         encoded=encoded,
-        predicts=predicts,
+        predicts=common.predicts or any(row.predictions for row in batch),
         # Drawn tokens can be neither cut nor extended.
-        is_constrained=not acceptance.draws and (is_constrained or any(row.forcing is not None for row in batch)),
+        is_constrained=not acceptance.draws
+        and (common.is_constrained or any(row.forcing is not None for row in batch)),
     )
-    proposers, controller = _drafting(
-        config,
-        call,
-        memory,
-        is_padded=captures,
-        runs_to_limit=stopping.runs_to_limit,
-        shows_hidden=not kind_of(model).has_encoder and reading is None,
-    )
-    # `generate` masks padding.
-    is_separate = isolates or (rows == 1 and not batch[0].padding)
+    limits = {"is_padded": captures, "runs_to_limit": stopping.runs_to_limit}
+    shows_hidden = not kind.has_encoder and reading is None
+    proposers, controller = _drafting(config, call, common.memory, shows_hidden=shows_hidden, **limits)
     policy = BitPolicy.ROUNDED
-    if is_separate and shape == "trees" and not is_rounded and self_check.keeps_solo_bits(model):
+    is_separate = isolates or (rows == 1 and not batch[0].padding)  # `generate` masks padding
+    if is_separate and shape == "trees" and not common.is_rounded and self_check.keeps_solo_bits(model):
         policy = BitPolicy.SOLO
-    make_inputs = kind_of(model).make_inputs(encoded) if reading is None else partial(PromptInputs, reading=reading)
+    longest = max((row.length for row in batch), default=0)
     backend = backend_for(
         model,
         rows=rows,
@@ -125,10 +134,10 @@ def assemble(
         captures=captures,
         most_nodes=call.max_nodes + 1,
         has_kernels=has_kernels(model, policy, shape),
-        make_inputs=make_inputs,
+        make_inputs=kind.make_inputs(encoded) if reading is None else partial(PromptInputs, reading=reading),
     )
-    given = (backend, proposers, controller, config, call, batch)
-    return Engine(*given, acceptance=acceptance, policy=policy, keep_cache=keep_cache, isolates=isolates)
+    ways: Any = {"policy": policy, "keep_cache": common.keep_cache, "isolates": isolates}
+    return Engine(backend, proposers, controller, config, call, batch, acceptance=acceptance, **ways)
 
 
 def has_kernels(model: PreTrainedModel, policy: BitPolicy | None = None, shape: Shape = "trees") -> bool:
@@ -136,12 +145,6 @@ def has_kernels(model: PreTrainedModel, policy: BitPolicy | None = None, shape: 
     is_solo = self_check.keeps_solo_bits(model) if policy is None else policy is BitPolicy.SOLO
     # The bits were compared with all kernels.
     return is_solo or kind_of(model).has_encoder or self_check.kernels_agree(model, shape)
-
-
-def _node_budget(config: LookaheadConfig, captures: bool) -> int:
-    """Maximum nodes of a draft; trees with their root are padded to powers of two where passes are recorded."""
-    has_default = config.max_nodes is None and any(name != "jacobi" for name in config.proposers)
-    return config.node_budget - (captures and has_default)
 
 
 def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> LookaheadConfig:

@@ -16,7 +16,7 @@ from lookahead.backend import probes, support
 from lookahead.backend.protocol import Shape
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import validation
-from lookahead.decoding.assembly import assemble
+from lookahead.decoding.assembly import Common, assemble
 from lookahead.decoding.hf_outputs import copy_prefix_from
 from lookahead.decoding.prompt_reading import PromptReading, placeholders_of
 from lookahead.drafting.proposal import IntArray
@@ -52,34 +52,28 @@ class RequestPlan:
 
     Attributes:
         call: The call as resolved by transformers.
-        config: How to draft.
-        tokenizer: The model's tokenizer, for proposers that compare it with their own.
+        common: What its rows have in common: the model and how to draft.
         context: Maximum tokens of a row, which ends there; None for no limit.
-        memory: The store of `memory="request"`, shared by the calls of one request; None for one call.
         lengths: int64 `[batch]`, tokens of the prompts without padding.
         stopping: Ends the rows.
         shape: The shape of drafts in one pass; "none" for the loop of transformers.
         reading: Reads prompts that are more than tokens; None for token ids.
         reason: Why transformers decodes the call, for a warning; empty if there is nothing to report.
         is_refused: Whether `reason` is an error, since the given configuration names proposers.
-        is_rounded: Whether transformers' own passes differ in their bits from decoding one token at a time.
         predictions: The expected output of every prompt; empty for none.
         generator: Draws the tokens of sampled rows; None for torch's global generator, whose draws depend on the order
             of calls, so these rows are decoded alone.
     """
 
     call: ResolvedCall
-    config: LookaheadConfig
-    tokenizer: PreTrainedTokenizerBase | None = None
+    common: Common
     context: int | None = None
-    memory: Memory | None = None
     lengths: NDArray[np.int64]
     stopping: StoppingRule
     shape: Shape | Literal["none"] = "none"
     reading: PromptReading | None = None
     reason: str = ""
     is_refused: bool = False
-    is_rounded: bool = False
     predictions: Sequence[Sequence[IntArray]] = ()
     generator: torch.Generator | None = None
 
@@ -94,8 +88,9 @@ class RequestPlan:
         if (self.is_sampled and self.generator is None) or self.reason or self.reading is not None:
             return False
         if self.shape == "none":  # a single token
-            given = {"shortest": int(self.lengths.min()), "max_length": self.stopping.max_length}
-            return support.support_of(self.call.model, **given, trusted=self.config.trust_user_code).shape == "trees"
+            given: Any = {"shortest": int(self.lengths.min()), "max_length": self.stopping.max_length}
+            given["trusted"] = self.common.config.trust_user_code
+            return support.support_of(self.call.model, **given).shape == "trees"
         return self.shape == "trees"
 
     @property
@@ -139,9 +134,9 @@ class RequestPlan:
         """
         call = self.call
         if (loop := _loop_of(call)) is not None:
-            return loop(call, self.config, is_refused=self.is_refused, context=self.context)
+            return loop(call, self.common.config, is_refused=self.is_refused, context=self.context)
         if self.reason and self.is_refused:
-            raise UnsupportedModelError(f"{self.reason}; leave out {self.config.demands} to decode it plainly")
+            raise UnsupportedModelError(f"{self.reason}; leave out {self.common.config.demands} to decode it plainly")
         if self.shape == "none":
             if self.reason and warns:
                 warn(self.reason)
@@ -150,25 +145,12 @@ class RequestPlan:
         encoded, rows = self.encoded(), self.rows()
         for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
             row.read_by_encoder(tokens)
-        past = cache_in(call.model_kwargs)
-        is_continued = encoded is None and tokens_in(past) > 0
+        warp = warp_of(call.logits_processor) if self.is_sampled else None
+        given: Any = {"warp": warp, "encoded": encoded, "reading": self.reading}
         with undisturbed(call.model):
-            engine = assemble(
-                call.model,
-                self.config,
-                self.stopping,
-                self.tokenizer,
-                rows,
-                shape=self.shape,
-                warp=warp_of(call.logits_processor) if self.is_sampled else None,
-                encoded=encoded,
-                reading=self.reading,
-                memory=self.memory,
-                keep_cache=self.keeps_cache or is_continued,
-                predicts=any(self.predictions),
-                is_rounded=self.is_rounded,
-            )
-        if is_continued and self.reading is None:
+            engine = assemble(self.common, self.stopping, rows, shape=self.shape, **given)
+        past = cache_in(call.model_kwargs)
+        if encoded is None and self.reading is None and tokens_in(past) > 0:
             longest = call.input_ids.shape[1]
             copy_prefix_from(cast(DynamicCache, past), engine.cache, longest - self.lengths)
         return engine
@@ -202,7 +184,7 @@ def plan_request(
         config: How to draft; the defaults when None.
         tokenizer: The model's tokenizer.
         context: Maximum tokens of a row; None for no limit.
-        memory: As in `RequestPlan`.
+        memory: As in `Common`.
 
     Raises:
         PromptError: A prompt has no tokens, or is longer than the model's context.
@@ -218,22 +200,23 @@ def plan_request(
         if lacking:
             raise UnsupportedModelError(lacking)
         given: Any = {"lengths": np.zeros(0, np.int64), "is_refused": bool(config.demands)}
-        return RequestPlan(call=call, config=config, context=context, stopping=stopping, **given)
+        common = Common(model=model, config=config)
+        return RequestPlan(call=call, common=common, context=context, stopping=stopping, **given)
     validation.validate_call(model, generation_config, call.model_kwargs)
     past = cache_in(call.model_kwargs)
     # transformers masks the empty slots of a static cache; without a cache, or with a prefill in parts, its products
     # have other row counts. Either way the bits differ from decoding one token at a time.
     is_static = isinstance(getattr(past, "self_attention_cache", past), StaticCache)
-    plan = RequestPlan(
-        call=call,
+    common = Common(
+        model=model,
         config=config,
         tokenizer=tokenizer,
-        context=context,
         memory=memory,
-        lengths=validation.prompt_lengths(model, call.input_ids, call.model_kwargs),
-        stopping=stopping,
+        keep_cache=validation.is_cache_returned(past, generation_config) or tokens_in(past) > 0,
         is_rounded=is_static or validation.reads_otherwise(generation_config),
     )
+    lengths = validation.prompt_lengths(model, call.input_ids, call.model_kwargs)
+    plan = RequestPlan(call=call, common=common, context=context, lengths=lengths, stopping=stopping)
     if reason := unserved_reason(call) or lacking:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
     if stopping.max_length <= call.input_ids.shape[1] + 1:
@@ -245,7 +228,7 @@ def plan_request(
 
 def _reason_of_objects(plan: RequestPlan) -> str:
     """Why processors or criteria must be called as transformers calls them, or an empty string."""
-    call, acceptance = plan.call, acceptance_of(plan.config.acceptance, is_sampled=plan.is_sampled)
+    call, acceptance = plan.call, acceptance_of(plan.common.config.acceptance, is_sampled=plan.is_sampled)
     given = call.logits_processor, call.stopping_criteria, call.generation_config
     if reason := stateful_reason(*given, len(plan.lengths), acceptance):
         return reason
@@ -256,10 +239,11 @@ def _reason_of_objects(plan: RequestPlan) -> str:
 
 def _with_drafts(plan: RequestPlan) -> RequestPlan:
     """The plan with the shape of its drafts, or with the reason why it has none."""
-    call, config, stopping, (batch_size, longest) = plan.call, plan.config, plan.stopping, plan.call.input_ids.shape
-    model, is_padded = call.model, bool(plan.lengths.min() < longest)
+    call, common, stopping, (batch_size, longest) = plan.call, plan.common, plan.stopping, plan.call.input_ids.shape
+    model, config, is_padded = call.model, common.config, bool(plan.lengths.min() < longest)
     others, found = _other_inputs(plan), _found(plan)
-    shape, reason = shape_of(model, found, config, rows=batch_size, is_padded=is_padded, is_rounded=plan.is_rounded)
+    batch: Any = {"rows": batch_size, "is_padded": is_padded, "is_rounded": common.is_rounded}
+    shape, reason = shape_of(model, found, config, **batch)
     if reason and config.demands:
         return replace(plan, reason=reason, is_refused=True)
     reads_itself = bool(others or found.behind_own)
@@ -297,7 +281,7 @@ def _found(plan: RequestPlan) -> support.Support:
     call, model, past, kind = plan.call, plan.call.model, cache_in(plan.call.model_kwargs), kind_of(plan.call.model)
     given: Any = {"shortest": int(plan.lengths.min()), "max_length": plan.stopping.max_length}
     kind.note(call)
-    found = support.support_of(model, **given, trusted=plan.config.trust_user_code)
+    found = support.support_of(model, **given, trusted=plan.common.config.trust_user_code)
     why = _reason_of_cache(plan, past)
     if not why and found.shape != "none":
         why = _reason_of_states(plan, past)
@@ -352,7 +336,7 @@ def shape_of(
         config: How to draft.
         rows: Prompts that are decoded together.
         is_padded: Whether their lengths differ.
-        is_rounded: As in `RequestPlan`.
+        is_rounded: As in `Common`.
     """
     shape, why = found.shape, found.reason
     if found.behind_own:

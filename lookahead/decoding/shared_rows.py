@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from lookahead.backend.protocol import OnPrefill
 from lookahead.backend.read_prompt import Prefix
 from lookahead.config import LookaheadConfig
-from lookahead.decoding.assembly import assemble
+from lookahead.decoding.assembly import Common, assemble
 from lookahead.decoding.cache_room import fits, make_room
 from lookahead.decoding.prompts import PromptReader
 from lookahead.decoding.prompts_ahead import PromptsAhead
@@ -51,9 +52,16 @@ class SharedRows:
         is_mixed: bool,
         on_prefill: OnPrefill | None,
     ) -> None:
-        self._reader, self._config = reader, reader.config or LookaheadConfig()
+        self._config = reader.config or LookaheadConfig()
+        self._common = Common(
+            model=reader.model,
+            config=self._config,
+            tokenizer=reader.tokenizer,
+            keep_cache=ahead is not None and ahead.store.most_bytes > 0,
+            predicts=predicts,
+        )
         self._rows, self._cache_tokens, self._ahead = rows, cache_tokens, ahead
-        self._predicts, self._is_mixed, self._on_prefill = predicts, is_mixed, on_prefill
+        self._is_mixed, self._on_prefill = is_mixed, on_prefill
         self._pass_tokens = _PASS.get(input_device(reader.model).type, _PASS["cuda"])
         self.engine: Engine | None = None
         self.running: dict[int, Request] = {}
@@ -196,16 +204,8 @@ class SharedRows:
             return [self._take(output) for part in passes for output in engine.admit(part, **known)]
 
     def _assemble(self, first: Row) -> Engine:
-        return assemble(
-            self._reader.model,
-            self._config,
-            first.stopping,
-            self._reader.tokenizer,
-            slots=self._rows,
-            predicts=self._predicts,
-            is_constrained=self._is_mixed or first.forcing is not None,
-            keep_cache=self._ahead is not None and self._ahead.store.most_bytes > 0,
-        )
+        is_constrained = self._is_mixed or first.forcing is not None
+        return assemble(replace(self._common, is_constrained=is_constrained), first.stopping, slots=self._rows)
 
     def _slots_of(self, request: Request) -> int:
         """Slots that a request may need in the cache, drafts included."""
