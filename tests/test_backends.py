@@ -22,6 +22,7 @@ from lookahead.backend.protocol import Backend, BackendReport, BitPolicy, PathRe
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.decoding.plan import RequestPlan, plan_request
 from lookahead.drafting.tree import TokenTree
+from lookahead.model import model_state
 from lookahead.model.calls import resolve_call
 from lookahead.model.model_state import state_of
 from lookahead.stats import DecodingStats, total
@@ -102,7 +103,7 @@ def test_passes_are_recorded_on_one_gpu_until_a_recording_fails(
 ) -> None:
     assert not records_graphs(tiny_llama)
     assert isinstance(backend_for(tiny_llama, rows=1, capacity=64, captures=False), CpuBackend)
-    monkeypatch.setattr("lookahead.backend.choice.input_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(model_state.plan_of(tiny_llama), "device", torch.device("cuda"))
     assert not records_graphs(tiny_llama), "its weights are elsewhere"
     monkeypatch.setattr(tiny_llama, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
     assert records_graphs(tiny_llama)

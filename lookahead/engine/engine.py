@@ -102,7 +102,8 @@ class Engine:
 
     def report(self) -> BackendReport:
         """The paths that serve the parts of the model, and why faster ones do not."""
-        return self._backend.report()
+        with self._backend.serving():
+            return self._backend.report()
 
     def report_prefill(self, on_prefill: OnPrefill | None) -> None:
         """Set the callback that reports the progress of a prefill."""
