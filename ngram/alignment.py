@@ -55,7 +55,7 @@ def find_aligned(chains, number, cursor, output, end, found, scratch):
         >>> text.tokens[found["position"][:count]].tolist()  # if 9 was inserted, replaced 7, or 7 and 8 were left out
         [7, 8, 4]
     """
-    arena, heads, links, length = chains
+    arena, _, _, length = chains
     at, gap, run = cursor[_AT], cursor[_GAP], cursor[_RUN]
     hits, seen, fared = cursor[_HITS], cursor[_SEEN], UNKNOWN
     if seen >= _JUDGED:
@@ -83,7 +83,7 @@ def find_aligned(chains, number, cursor, output, end, found, scratch):
             agreed = match_length(arena, each, output, end, MAX_CONTEXT)
             count = _offer(found, count, number, each, agreed, at, gap, fared)
     positions, lengths = scratch[0, :_LINKS], scratch[1, :_LINKS]
-    walked = find_matches(arena, heads, links, length, output, end, 1, MAX_CONTEXT, positions, lengths)
+    walked = find_matches(chains, output, end, 1, MAX_CONTEXT, positions, lengths)
     for each in range(walked):
         position = positions[each]
         if not first <= position < stop:

@@ -282,14 +282,11 @@ def match_length(arena, position, context, end, cap):
 
 
 @njit(error_model="numpy")
-def find_matches(arena, heads, links, length, context, end, shortest, longest, positions, lengths):
+def find_matches(chains, context, end, shortest, longest, positions, lengths):
     """Find earlier occurrences of the end of a context: walk the chains from the longest context down.
 
     Args:
-        arena: The arena of `Chains`.
-        heads: Their heads.
-        links: Their links.
-        length: Entries of the arena in use.
+        chains: The state of `Chains`, as from `chains_at`.
         context: int32 `[end or more]`.
         end: Tokens of the context.
         shortest: Tokens of the shortest match, at least 1.
@@ -304,10 +301,11 @@ def find_matches(arena, heads, links, length, context, end, shortest, longest, p
     Example:
         >>> index, (positions, lengths) = ChainIndex(), np.empty((2, 32), np.int32)
         >>> index.append([5, 6, 7, 6, 8, 5, 6])
-        >>> count = find_matches(*index.state, index.tokens, len(index), 1, MAX_CONTEXT, positions, lengths)
+        >>> count = find_matches(index.state, index.tokens, len(index), 1, MAX_CONTEXT, positions, lengths)
         >>> index.tokens[positions[:count]].tolist(), lengths[:count].tolist()
         ([7, 8], [2, 1])
     """
+    arena, heads, links, _ = chains
     slots = np.empty(LEVELS, np.int64)
     levels = _hash_levels(context, end, heads.shape[1] - 1, slots)
     budget, count = positions.size, 0

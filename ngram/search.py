@@ -249,13 +249,12 @@ def _find(chains, text, tail, bounds, left_out, matches, count):
 
     `orders[0]` lists them, longest matches first. Positions in `left_out` are skipped.
     """
-    arena, heads, links, length = chains
-    if length == 1:
+    if chains[3] == 1:  # no tokens
         return count
     shortest, longest, walked = bounds
     occurrences, orders = matches
     positions, lengths = orders[1, :walked], orders[2, :walked]
-    found = find_matches(arena, heads, links, length, tail, tail.size, shortest, longest, positions, lengths)
+    found = find_matches(chains, tail, tail.size, shortest, longest, positions, lengths)
     for each in range(found):
         if left_out[0] <= positions[each] < left_out[1]:
             continue

@@ -24,7 +24,7 @@ def find(
     """Position of the next token and length of every match of the end of a context; None is the open document."""
     tail = chains.tokens if context is None else as_tokens(context)
     positions, lengths = np.empty((2, max_links), np.int32)
-    found = find_matches(*chains.state, tail, tail.size, min_ngram, max_ngram, positions, lengths)
+    found = find_matches(chains.state, tail, tail.size, min_ngram, max_ngram, positions, lengths)
     return list(zip(positions[:found].tolist(), lengths[:found].tolist(), strict=True))
 
 
