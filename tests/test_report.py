@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lookahead.cli.app import app
 from lookahead.reporting import results_file as tallies
-from lookahead.reporting.charts import bin_values, brief, exact, scale_of
+from lookahead.reporting.charts import bin_values, brief, exact, scale_from_zero
 from lookahead.reporting.report_page import write_report
 from lookahead.reporting.results_file import PATIENCE
 from tests.support.outline import Outline
@@ -102,14 +102,6 @@ def test_the_speed_beside_plain_decoding_is_that_of_the_documents_decoded_both_w
     assert "2× the speed of plain decoding" in shown
 
 
-def test_every_document_is_a_point_that_tells_its_figures(report) -> None:
-    page = report([line(number, seconds=0.5 + number) for number in range(3)])
-    assert page.count('<circle class="point"') == 2 * 3
-    for number in range(3):
-        assert f"<title>story-{number}: {100 + number}, {0.75 + number}</title>" in page
-        assert f"<title>story-{number}: 10, {0.75 + number}</title>" in page
-
-
 def test_documents_that_took_longest_and_gained_most_and_least_come_with_their_summaries(report) -> None:
     shown = words(report([line(number, seconds=1.0 + number) for number in range(12)]))
     longest, most, least = re.split("Gained most, by speedup|Gained least, by speedup", shown.split("Took longest")[1])
@@ -154,8 +146,8 @@ def test_text_is_shown_as_text_wherever_it_stands(report) -> None:
     outline = Outline(report([hostile], [{"id": HOSTILE, "error": HOSTILE}]))
     assert not {"script", "b"} & set(outline.tags)
     visible = HOSTILE[: HOSTILE.index("\x00")] + "\ufffd\ufffd\ufffd"
-    # The id of the point twice; the source; the failure twice; the model; not identical; three lists' worth of two.
-    assert outline.text.count(visible) >= 10
+    # The source; the failure twice; the model; not identical; the lists' worth of two.
+    assert outline.text.count(visible) >= 8
     assert not re.search("[\x00\ud800\u202e]", outline.text)
 
 
@@ -175,7 +167,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_has_a_dark_side_and_a_printed
 def test_results_without_a_comparison_say_so_and_have_all_other_plots(report) -> None:
     page = report([line(number, compared=False) for number in range(3)])
     assert words(page).split("Not in these results")[1].startswith(": they were made without --compare")
-    assert page.count("<svg viewBox") == 3  # of three documents there is no histogram
+    assert page.count("<svg viewBox") == 1  # of three documents there is no histogram
 
 
 @pytest.mark.parametrize(
@@ -239,10 +231,8 @@ def test_many_documents_make_a_small_page_that_says_how(tmp_path, monkeypatch) -
     )  # fmt: skip
     page = write_report(results).path.read_text()
     assert len(page) < 200_000
-    assert "5,000 documents, binned" in page
     assert "of about 84 documents in a row" in words(page)
     assert "5,000 failed" in words(page) and " 2,500 other reasons " in words(page)
-    assert sum(int(n.replace(",", "")) for n in re.findall(r'class="shade-\d".*?<title>([\d,]+)<', page)) == 2 * 5000
 
 
 @pytest.mark.parametrize("figures", [[3.0], [2.0, 2.0], [0.0], [0.1, 0.2, 0.3], [1e-9, 1.0], [1.0] * 99 + [1e6]])
@@ -263,11 +253,10 @@ def test_a_long_tail_is_one_bar_and_does_not_flatten_the_others() -> None:
 
 
 def test_an_axis_holds_its_figures_and_has_a_few_round_marks() -> None:
-    for low, high in ((0.0, 0.0), (0.3, 0.9), (1, 50), (1, 200), (3, 12_345_678), (1e-7, 1e-6)):
-        scale = scale_of(low, high)
-        assert 0 <= scale.place(max(low, scale.low)) <= scale.place(max(high, scale.low)) <= 1 + 1e-9
+    for largest in (0.0, 0.9, 50, 200, 12_345_678, 1e-6):
+        scale = scale_from_zero(largest)
+        assert 0 <= scale.place(largest) <= 1 + 1e-9
         assert 2 <= len(scale.marks()) <= 7
-        assert scale.is_log == (high >= 100 * low > 0)
     assert [brief(figure) for figure in (0.5, 250, 1500, 2e6)] == ["0.5", "250", "1.5k", "2M"]
     assert [exact(figure) for figure in (np.nan, 12345, 12.3, 0.0457)] == ["–", "12,345", "12.3", "0.0457"]
 

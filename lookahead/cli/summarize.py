@@ -216,10 +216,10 @@ class ReportOptions:
 def report(options: ReportOptions) -> None:
     """Show the results of a job as one HTML page.
 
-    The page shows speedups, acceptance by source, tokens per pass, time by length, speed over the job, failures by
-    reason, totals, and the summaries of the documents that took longest or gained most and least. It is one file and
-    needs no network. Missing figures are left out, and malformed lines are named. The page can be made while the job
-    runs. An earlier report is replaced, but no other file.
+    The page shows speedups, acceptance by source, tokens per pass, speed over the job, failures by reason, totals, and
+    the summaries of the documents that took longest or gained most and least. It is one file and needs no network.
+    Missing figures are left out, and malformed lines are named. The page can be made while the job runs. An earlier
+    report is replaced, but no other file.
 
     For example:
 

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,6 @@ from lookahead.errors import ConfigError
 
 Values = NDArray[np.float64]
 
-MAX_POINTS = 500  # points of a scatter plot; more documents are binned
-_LOG_FROM = 100.0  # ratio of largest to smallest value from which a scale is logarithmic
 _BINS = (8, 24)  # range of the target number of bins
 _TAIL = 100  # number of values from which the largest 1% may share the last bin
 _MARK = '<meta name="generator" content="lookahead {}">'  # of the templates
@@ -33,23 +31,16 @@ _INVALID = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\u
 class Scale:
     """An axis."""
 
-    low: float  # above 0 if the axis is logarithmic
+    low: float
     high: float
-    is_log: bool = False
     least_step: float = 0.0  # minimum distance of marks, 1 for counts
 
-    def place(self, value: Any) -> Any:
-        """The position of a value or of an array of values, from 0 to 1."""
-        if self.is_log:
-            return np.log(value / self.low) / np.log(self.high / self.low)
+    def place(self, value: float) -> float:
+        """The position of a value, from 0 to 1."""
         return (value - self.low) / (self.high - self.low)
 
     def marks(self, most: int = 6) -> list[float]:
         """About `most` round values for labels."""
-        if self.is_log:
-            powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
-            every = -(-len(powers) // most)
-            return [10.0**power for power in powers][::every]
         step = max(round_step((self.high - self.low) / most), self.least_step)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [k * step for k in range(first, last + 1)]
@@ -65,14 +56,6 @@ def scale_from_zero(largest: float, least_step: float = 0.0) -> Scale:
     """A linear axis from 0 to a round value that is not below `largest`."""
     step = max(round_step((largest or 1.0) / 5), least_step)
     return Scale(0.0, step * max(1, math.ceil(largest / step - 1e-9)), least_step=least_step)
-
-
-def scale_of(smallest: float, largest: float) -> Scale:
-    """A linear axis from 0, or a logarithmic one between powers of 10 if the values differ widely."""
-    if smallest > 0 and largest / smallest >= _LOG_FROM:
-        low, high = math.floor(math.log10(smallest) + 1e-9), math.ceil(math.log10(largest) - 1e-9)
-        return Scale(10.0**low, 10.0**high, is_log=True)
-    return scale_from_zero(largest)
 
 
 def exact(value: float) -> str:
@@ -115,7 +98,6 @@ class Chart:
 
     WIDTH, HEIGHT = 420, 236
     LEFT, RIGHT, TOP, BOTTOM = 46, 402, 24, 196  # of the axes
-    COLUMNS, ROWS, SHADES = 48, 30, 5  # of cells
 
     x: Scale
     y: Scale
@@ -123,17 +105,15 @@ class Chart:
     y_name: str
     bins: Bins | None = None  # drawn as bars
     rules: Mapping[str, float] = field(default_factory=dict)  # vertical lines, by style
-    points: Sequence[tuple[float, float, str]] = ()  # with names
-    cells: Sequence[tuple[int, int, int, int]] = ()  # columns, rows, counts and shades
     lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # by style
 
     def left(self, value: float) -> float:
         """Horizontal position of a value."""
-        return round(float(self.LEFT + (self.RIGHT - self.LEFT) * self.x.place(value)), 1)
+        return round(self.LEFT + (self.RIGHT - self.LEFT) * self.x.place(value), 1)
 
     def top(self, value: float) -> float:
         """Vertical position of a value."""
-        return round(float(self.BOTTOM - (self.BOTTOM - self.TOP) * self.y.place(value)), 1)
+        return round(self.BOTTOM - (self.BOTTOM - self.TOP) * self.y.place(value), 1)
 
 
 def bin_values(values: Values) -> Bins:
@@ -149,26 +129,6 @@ def bin_values(values: Values) -> Bins:
     bins = np.clip(np.floor(values / width + 1e-9).astype(np.int64) - first, 0, count - 1)
     beyond = int((values > edges[-1] + 1e-9 * width).sum())
     return Bins(edges, [int(n) for n in np.bincount(bins, minlength=count)], beyond)
-
-
-def scatter(x: Values, y: Values, names: Sequence[str], x_name: str, y_name: str) -> Chart:
-    """A point for each document, or shaded cells for more than `MAX_POINTS` documents.
-
-    Args:
-        x: Values on the horizontal axis, float64 `[documents]`.
-        y: Values on the vertical axis, float64 `[documents]`.
-        names: Names of the documents, at least of the first `MAX_POINTS`.
-        x_name: The title of the horizontal axis.
-        y_name: The title of the vertical axis.
-    """
-    chart = Chart(x=scale_of(x.min(), x.max()), y=scale_of(y.min(), y.max()), x_name=x_name, y_name=y_name)
-    if x.size <= MAX_POINTS:
-        return replace(chart, points=list(zip(x.tolist(), y.tolist(), names, strict=False)))
-    across, up = np.clip(chart.x.place(x), 0.0, 1.0), np.clip(chart.y.place(y), 0.0, 1.0)
-    counts, *_ = np.histogram2d(across, up, bins=(Chart.COLUMNS, Chart.ROWS), range=[(0.0, 1.0)] * 2)
-    cells = [(column, row, int(counts[column, row])) for column, row in np.argwhere(counts).tolist()]
-    per_shade = math.log(max(counts.max(), 2)) / (Chart.SHADES - 1)
-    return replace(chart, cells=[(*cell, 1 + int(math.log(cell[-1]) / per_shade)) for cell in cells])
 
 
 _TEMPLATES = Environment(

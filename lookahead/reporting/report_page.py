@@ -59,8 +59,6 @@ def write_report(results: Path, output: Path | None = None, rejects: Path | None
         lengths=_distribution(aggregate, "mean_acceptance_length", "mean acceptance length of a document", {}),
         sources=sorted(drafted, key=lambda item: -item[1]["drafted"]),
         job_speed=_job_speed(aggregate),
-        times=[(what, _times(aggregate, what)) for what in ("document", "summary")],
-        most_points=charts.MAX_POINTS,
         document_lists=_document_lists(aggregate),
     )
     try:
@@ -102,16 +100,6 @@ def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
         lines=lines,
     )
     return {"chart": chart, "stretch": -(-aggregate.count("decode_s") // _MAX_SPEED_POINTS)}
-
-
-def _times(aggregate: Aggregate, what: str) -> tuple[charts.Chart, int] | None:
-    """A plot of seconds over the tokens of the document or summary, and the number of documents; `None` for none."""
-    tokens, seconds = aggregate.column(f"{what}_tokens"), aggregate.column("seconds")
-    whole = np.flatnonzero(np.isfinite(tokens + seconds))
-    if not whole.size:
-        return None
-    names = [aggregate.names[i] for i in whole[: charts.MAX_POINTS].tolist() if i < len(aggregate.names)]
-    return charts.scatter(tokens[whole], seconds[whole], names, f"tokens of the {what}", "seconds"), whole.size
 
 
 def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:

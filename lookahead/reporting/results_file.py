@@ -23,7 +23,6 @@ from lookahead.jobs.line import Line, read_entries, read_rows
 from lookahead.reporting.charts import Values
 
 MAX_LISTED_DOCUMENTS = 5  # documents in a list
-MAX_NAMED_DOCUMENTS = 500  # documents whose ids are kept for the scatter plots
 MAX_DIFFERENT_IDS = 20  # ids kept of documents whose plain decoding gave other tokens
 MAX_REASONS = 1000  # distinct failure reasons
 MAX_IDS_PER_REASON = 3
@@ -124,7 +123,6 @@ class Aggregate:
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self.documents = 0
-        self.names: list[str] = []  # of the first lines
         self.names_of_different: list[str] = []  # of the first lines whose plain decoding gave other tokens
         self.models: Counter[str] = Counter()
         self.sources: dict[str, dict[str, float]] = {}  # draft nodes by proposer
@@ -183,8 +181,6 @@ class Aggregate:
                 ranking.sort(key=lambda each: sign * each.figures[name])
                 del ranking[MAX_LISTED_DOCUMENTS:]
         self.documents += 1
-        if len(self.names) < MAX_NAMED_DOCUMENTS:
-            self.names.append(result.name)
         if result.figures["is_identical"] == 0.0 and len(self.names_of_different) < MAX_DIFFERENT_IDS:
             self.names_of_different.append(result.name)
         if line.model is not None:
