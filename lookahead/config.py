@@ -46,6 +46,7 @@ REMOVED = {
     "ngram_size": "window=(W, N) or --window W,N sets it",
     "pack": "weights are packed where that is faster and takes at most a quarter of the memory",
     "pool_from_prompt": "n-grams of the prompt are always among the guesses of the window",
+    "price_per_hour": "--dry-run prints the time, which your price multiplies",
 }
 """Options removed since the last release, with the reason; each is refused by name for one release."""
 _WINDOW_SIZES = (("W", 1, 64), ("N", 2, 16), ("G", 0, 64))  # what a tuple of `window` holds, with its range

@@ -46,10 +46,10 @@ def test_an_estimate_counts_everything_and_writes_nothing(folder, tiny_llama, ti
     fitter = PromptFitter(tiny_llama, tiny_tokenizer, 8)
     before = sorted(os.listdir())
     items = read_documents(find_inputs(["a.jsonl"]))
-    estimate = estimate_job(items, fitter, StandIn().summarize_all, price_per_hour=3.6)
+    estimate = estimate_job(items, fitter, StandIn().summarize_all)
     assert (estimate.documents, estimate.failed, estimate.copies, estimate.parts) == (5, 1, 3, 2)
     assert (estimate.document_tokens, estimate.most_new_tokens, estimate.tried) == (12, 16, 2)
-    assert estimate.seconds >= 0 and estimate.cost == pytest.approx(estimate.seconds / 1000, abs=1e-3)
+    assert estimate.seconds >= 0
     assert sorted(os.listdir()) == before
     assert estimate_job([], fitter, StandIn().summarize_all).seconds is None
 

@@ -77,8 +77,6 @@ class JobDisplay(ProgressBar):
             out.print(table(self._rows, total))
         for note in totals.notes:
             say("note", note)
-        if totals.written > 1 and not self.as_text:
-            out.print(table(job_figures.totals_rows(totals, seconds)))
         show_line(out.file, job_figures.describe_totals(totals, seconds))
         if totals.different:
             say("NOT IDENTICAL", job_figures.describe_difference(totals, exact=exact))

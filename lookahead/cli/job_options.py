@@ -90,9 +90,6 @@ class JobOptions(DocumentOptions, SummaryOptions):
     sample: int | None = option(None, "Only N documents, drawn at random.", min=1)
     seed: int = option(0, "Seed of --sample, --dry-run and --min-p.")
     dry_run: bool = option(False, "Only count documents and tokens, and estimate the time.")
-    price_per_hour: float | None = option(
-        None, "Price of an hour on this machine, for --dry-run.", min=0, max=1_000_000
-    )
     ray: bool = option(False, "Use workers on a Ray cluster, or several on this machine.")
     ray_address: str | None = option(
         None,
@@ -111,8 +108,6 @@ class JobOptions(DocumentOptions, SummaryOptions):
                     raise ConfigError(f"{name} {other} cannot be a file that the job writes results or rejects to")
         if self.retry_rejects and not self.resume:
             raise ConfigError("--retry-rejects repeats the failed documents of an earlier run; it needs --resume")
-        if self.price_per_hour is not None and not self.dry_run:
-            raise ConfigError("--price-per-hour is for --dry-run, which estimates the cost")
         if self.dry_run and self.resume:
             raise ConfigError("--dry-run estimates a whole job; leave --resume out")
         if not self.ray and (self.ray_address is not None or self.workers is not None):

@@ -161,9 +161,7 @@ def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summa
     """Print what the job would take; returns the exit status."""
     with console(sys.stderr).status("counting"):
         summarize_all = partial(summarizer.summarize_all, rows=options.rows)
-        estimate = estimate_job(
-            documents, summarizer.fitter, summarize_all, seed=options.seed, price_per_hour=options.price_per_hour
-        )
+        estimate = estimate_job(documents, summarizer.fitter, summarize_all, seed=options.seed)
     if _prints_text(options):
         console(sys.stdout).print(table(job_figures.estimate_rows(estimate)))
     else:

@@ -46,8 +46,6 @@ class JobTotals:
     loops: int = 0  # summaries that repeat one phrase up to their end
     stats: DecodingStats = field(default_factory=DecodingStats)
     plain: PlainFigures | None = None  # figures of plain decoding, if requested
-    straight: DecodingStats = field(default_factory=DecodingStats)  # `stats` of summaries that do not loop
-    straight_plain: PlainFigures | None = None  # `plain` of summaries that do not loop
     different: list[DocumentId] = field(default_factory=list)  # documents whose plain decoding gave other tokens
     notes: list[str] = field(default_factory=list)  # for the user
 
@@ -146,12 +144,8 @@ class _Run:
         totals.cut += summary.finish_reason == "length"
         totals.loops += summary.loops
         totals.stats = total_in_sequence([totals.stats, summary.stats])
-        if not summary.loops:
-            totals.straight = total_in_sequence([totals.straight, summary.stats])
         if (plain := summary.plain) is not None:
             totals.plain = plain if totals.plain is None else totals.plain + plain
-            if not summary.loops:
-                totals.straight_plain = plain if totals.straight_plain is None else totals.straight_plain + plain
             totals.different += [done.document.id] * (not plain.identical)
         self._observer(done, self._totals)
         for twin in self._twins.pop(content, []):
@@ -207,7 +201,7 @@ def select_documents(
 
 @dataclass(slots=True)
 class Estimate:
-    """The estimated size, time and cost of a job."""
+    """The estimated size and time of a job."""
 
     documents: int = 0  # readable documents
     failed: int = 0  # documents that cannot be read or fitted into prompts
@@ -219,7 +213,6 @@ class Estimate:
     tried_parts: int = 0  # parts of the tried documents
     timed_parts: int = 0  # parts that were summarized: adjacent ones, at most `MAX_TIMED_PARTS` of a document
     seconds: float | None = None  # on this machine; `None` without documents
-    cost: float | None = None  # `None` without a price
 
 
 def estimate_job(
@@ -228,7 +221,6 @@ def estimate_job(
     summarize_all: SummarizeAll,
     *,
     seed: int = 0,
-    price_per_hour: float | None = None,
 ) -> Estimate:
     """Read and cut all documents, summarize a few random ones, and extrapolate their time. Nothing is written.
 
@@ -239,7 +231,6 @@ def estimate_job(
         fitter: Cuts documents as the job would.
         summarize_all: Summarizes the timed documents.
         seed: The seed of the random choice.
-        price_per_hour: The price of an hour on this machine, at least 0, for `Estimate.cost`.
     """
     draw, estimate = random.Random(seed), Estimate()
     seen: set[bytes] = set()
@@ -274,8 +265,6 @@ def estimate_job(
         by_documents = sum(fitted.tokens for _, fitted in tried) / len(tried) * len(seen)
         tokens = (by_documents + estimate.document_tokens) / 2
         estimate.seconds = round(_seconds_per_token(tried, summarize_all, draw) * tokens, 3)
-        if price_per_hour is not None:
-            estimate.cost = round(estimate.seconds / 3600 * price_per_hour, 4)
     return estimate
 
 

@@ -47,25 +47,9 @@ def describe_totals(totals: JobTotals, seconds: float) -> str:
     cut = f"; {totals.cut} cut at the token limit, {_RAISE}" if totals.cut else ""
     speed = _describe_speed(totals.stats, speed_of(totals, seconds))
     emitted = f"; {totals.stats.emitted_tokens} tokens at {speed}" if totals.summarized else ""
-    loops = f"; {_describe_loops(totals)}" if totals.loops else ""
-    return f"{count(totals.summarized, 'document')} summarized{copied}{earlier}{failed}{skipped}{emitted}{cut}{loops}"
-
-
-def _describe_loops(totals: JobTotals) -> str:
-    """The number of summaries that loop, and the speedup or tokens per pass with and without them."""
     verb = "loops: it repeats" if totals.loops == 1 else "loop: they repeat"
-    said = f"{totals.loops} of {count(totals.summarized, 'summary', 'summaries')} {verb} one phrase to the end"
-    if totals.plain is not None:
-        whole = totals.plain.speedup(totals.stats)
-        straight = None if totals.straight_plain is None else totals.straight_plain.speedup(totals.straight)
-        figures = ["-" if each is None else f"{each:.2f}x" for each in (whole, straight)]
-        what = "speedup"
-    else:
-        straight_length = totals.straight.mean_acceptance_length
-        whole_length = totals.stats.mean_acceptance_length
-        figures = [f"{each:.2f}" if each else "-" for each in (whole_length, straight_length)]
-        what = "tokens per pass"
-    return f"{said}; {what} with loops {figures[0]}, without {figures[1]}; {_AGAINST_LOOPS}"
+    loops = f"; {totals.loops} {verb} one phrase to the end; {_AGAINST_LOOPS}" if totals.loops else ""
+    return f"{count(totals.summarized, 'document')} summarized{copied}{earlier}{failed}{skipped}{emitted}{cut}{loops}"
 
 
 def describe_stop(totals: JobTotals, output: Path | None) -> str:
@@ -94,36 +78,13 @@ def describe_changes(error: ResultsError, output: Path | None) -> list[str]:
     return changes
 
 
-def totals_rows(totals: JobTotals, seconds: float) -> list[tuple[str, str]]:
-    """Names and figures of a job that took `seconds`."""
-    stats = totals.stats
-    sources = sorted(stats.accepted_by_source.items(), key=lambda item: -item[1])
-    rows = [
-        ("documents summarized", f"{totals.summarized:,}"),
-        ("copied from equal texts", f"{totals.copied:,}"),
-        ("finished before", f"{totals.earlier:,}"),
-        ("failed", f"{totals.rejected:,}"),
-        ("files skipped", f"{totals.skipped:,}"),
-        ("cut at the token limit", f"{totals.cut:,}"),
-        ("that loop", f"{totals.loops:,}"),
-        ("tokens read", f"{stats.prompt_tokens:,}"),
-        ("tokens written", f"{stats.emitted_tokens:,}"),
-        ("tokens per pass", f"{stats.mean_acceptance_length:.2f}"),
-        ("drafted tokens accepted", f"{stats.draft_acceptance_rate:.1%}"),
-        ("accepted by source", ", ".join(f"{name} {number:,}" for name, number in sources) or "-"),
-        ("seconds", f"{seconds:,.1f}"),
-        ("documents per second", f"{totals.written / seconds:.2f}" if seconds else "-"),
-    ]
-    return [(name, figure) for name, figure in rows if figure != "0"]
-
-
 def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
     """Names and figures of an estimate."""
     time = "-" if estimate.seconds is None else f"{estimate.seconds:,.1f} s ({estimate.seconds / 3600:,.2f} h)"
     measured = count(estimate.tried, "document")
     if estimate.timed_parts < estimate.tried_parts:
         measured = f"{estimate.timed_parts:,} of {estimate.tried_parts:,} parts of {measured}"
-    rows = [
+    return [
         ("documents", f"{estimate.documents:,}"),
         ("of them with the text of another", f"{estimate.copies:,}"),
         ("failed", f"{estimate.failed:,}"),
@@ -132,7 +93,6 @@ def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
         ("most new tokens", f"{estimate.most_new_tokens:,}"),
         (f"time, from {measured}", time),
     ]
-    return rows if estimate.cost is None else [*rows, ("cost", f"{estimate.cost:,.2f}")]
 
 
 def describe_difference(totals: JobTotals, *, exact: bool) -> str:
