@@ -240,7 +240,7 @@ def test_the_command_says_in_a_line_what_was_changed_and_how_to_go_on(kind: str,
         spoil(OUT, 1) if kind == "a line spoilt" else change(OUT)
         assert process.wait() == 1
     # A first use on a loaded machine also notes what it compiles.
-    (said,) = [line for line in process.stderr.splitlines() if not line.startswith("note: compiling ")]
+    (said,) = [line for line in process.stderr.splitlines() if not line.startswith("compiling code ")]
     where = re.sub(r"FILE(:\d)?", r"out\\.jsonl(:\\d)?", message).replace(r"\(\d", r"\(\d+")
     assert re.search(where, said), said
     assert said.startswith("error: ") and said.endswith("; --resume does the rest")
