@@ -265,9 +265,7 @@ def test_a_damaged_line_in_the_middle_is_refused_by_its_number():
         ({"max_new_tokens": 9}, "max_new_tokens was 8 and is 9"),
         ({"style": "bullets"}, "style was None and is 'bullets'"),
         ({"dtype": "bfloat16"}, "dtype was 'float32' and is 'bfloat16'"),
-        ({"overlap": 32}, "overlap was 0 and is 32"),
         ({"refine": True}, "refine was False and is True"),
-        ({"keep_parts": True}, "keep_parts was False and is True"),
     ],
 )
 def test_results_of_another_job_are_refused_with_what_differs_and_what_to_do(change, message):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet
@@ -134,8 +133,8 @@ def test_an_output_that_ends_in_parquet_is_one(summarize, docs):
         (["a.txt", "--style", "bullets", "--model", SUMMARIZER], "made to summarize and follows no instructions"),
         (["a.txt", "--refine"], "the model's tokenizer has no chat template, so it cannot refine a summary"),
         (["a.txt", "--refine", "--model", SUMMARIZER], "follows no instructions, so it cannot refine a summary"),
-        (["a.txt", "--overlap", "400"], "overlap must be at most 245 tokens, half of what a prompt holds"),
-        (["a.txt", "--overlap", "-1"], "overlap must be at least 0 tokens, got -1"),
+        (["a.txt", "--overlap", "40"], "overlap was removed: parts of a long document are cut between sections"),
+        (["a.txt", "--keep-parts"], "keep_parts was removed: a line of results holds the summary of the whole"),
         (["a.txt", "--prompt-file", "gone.txt"], "gone.txt: No such file"),
         (["a.txt", "--job", "gone.toml"], "job gone.toml: No such file"),
         (["-", "--sample", "3"], "a sample is drawn by reading the inputs twice"),
@@ -214,27 +213,6 @@ def test_a_number_in_a_job_file_is_as_good_as_its_text_and_a_whole_one_as_any(su
 def test_a_job_file_that_makes_no_sense_is_refused_in_one_line(summarize, cli_folder, text, message):
     (cli_folder / "job.toml").write_text(text)
     assert message in only_error(summarize("--job", "job.toml"))
-
-
-# Long documents
-
-
-def test_options_for_long_documents_come_from_a_job_file_and_belong_to_the_job(summarize, model_folder, cli_folder):
-    (cli_folder / "long.txt").write_text("The cat sat on the mat. " * 60)
-    settings = f'inputs = "long.txt"\noutput = "out.jsonl"\nmodel = "{model_folder}"\noverlap = 50\nkeep-parts = true\n'
-    (cli_folder / "job.toml").write_text(settings)
-    assert summarize("--job", "job.toml", "--max-new-tokens", "8").exit_code == 0
-    (record,) = records("out.jsonl")
-    assert len(record["tree"][0]) == record["parts"] > 2
-    for before, part in pairwise(record["tree"][0]):
-        assert part["tokens"][0] == before["tokens"][1] - 50
-    assert record["tree"][-1][0]["summary"] == record["summary"]
-    shown = summarize("--job", "job.toml", "--show-job").stdout.splitlines()
-    assert {"overlap = 50", "refine = false", "keep-parts = true"} <= set(shown)
-    message = only_error(summarize("--job", "job.toml", "--max-new-tokens", "8", "--resume", "--overlap", "40"))
-    assert "overlap was 50 and is 40" in message
-    estimate = summarize("long.txt", "--max-new-tokens", "8", "--overlap", "50", "--dry-run")
-    assert json.loads(estimate.stdout)["parts"] == record["parts"]
 
 
 # Estimates

@@ -1,4 +1,4 @@
-"""Long documents: cut at sections, parts that overlap, levels that come to an end, one part after the other."""
+"""Long documents: cut at sections, parts that cover the text, rounds that come to an end, one part after the other."""
 
 from __future__ import annotations
 
@@ -118,56 +118,25 @@ def test_a_paragraph_is_a_better_place_than_a_sentence_and_a_sentence_than_a_lin
 # Parts
 
 
-@given(text=TEXTS, budget=st.integers(8, 150), share=st.floats(0, 0.5))
-@example(text="\N{SNOWMAN}\N{SLOTH}" * 40, budget=12, share=0.42)  # characters of several tokens
+@given(text=TEXTS, budget=st.integers(8, 150))
+@example(text="\N{SNOWMAN}\N{SLOTH}" * 40, budget=12)  # characters of several tokens
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
-def test_parts_cover_the_document_repeat_the_overlap_and_keep_to_the_budget(
-    tiny_tokenizer, summarizer_tokenizer, kind, text, budget, share
-):
+def test_parts_cover_the_document_and_keep_to_the_budget(tiny_tokenizer, summarizer_tokenizer, kind, text, budget):
     tokenizer = tiny_tokenizer if kind == "characters" else summarizer_tokenizer
-    overlap = int(budget * share)
-    parts = cut(measured(text, tokenizer), budget, overlap).parts
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    begins = [end - len(text[begin:end].lstrip() or text[begin:end]) for begin, end in offsets] + [len(text)]
-    seen = set()
-    for part in parts:
-        assert part.text == text[slice(*part.chars)] == text[slice(*part.chars)].strip()
-        assert part.text
-        assert part.text == text[begins[part.tokens[0]] : begins[part.tokens[1]]].strip()
-        assert part.tokens[1] - part.tokens[0] <= budget
-        seen.update(range(*part.chars))
-    assert all(index in seen or letter.isspace() for index, letter in enumerate(text))
-    fresh = parts[0].tokens[0]
-    for before, part in pairwise(parts):
-        end = before.tokens[1]
-        wanted = max(end - overlap, fresh)
-        fresh = next(token for token in range(end, len(offsets)) if not text[begins[token]].isspace())
-        if overlap == 0:
-            wanted = fresh
-        elif fresh > end:  # tokens of nothing but whitespace stand between and may leave less room
-            wanted = max(wanted, part.tokens[1] - budget)
-        while begins[wanted] == begins[wanted - 1]:
-            wanted += 1  # a character of several tokens is not torn
-        while text[begins[wanted]].isspace():
-            wanted += 1
-        assert part.tokens[0] == wanted
+    parts = cut(measured(text, tokenizer), budget).parts
+    assert letters("".join(part.text for part in parts)) == letters(text)
+    assert all(part.text and part.text == part.text.strip() and part.tokens <= budget for part in parts)
+    assert sum(part.tokens for part in parts) <= len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @given(TEXTS)
-def test_spans_are_those_of_the_document_as_it_was_given_however_it_is_cleaned(summarizer_tokenizer, text):
+def test_cleaning_loses_no_letter_of_the_parts(summarizer_tokenizer, text):
     clean = Prompting(summarizer_tokenizer).clean
-    for part in cut(measured(text, summarizer_tokenizer, clean), 40, 10).parts:
-        assert letters(text[slice(*part.chars)]) == letters(part.text)
+    parts = cut(measured(text, summarizer_tokenizer, clean), 40).parts
+    assert letters("".join(part.text for part in parts)) == letters(text)
 
 
-def test_what_stands_before_a_document_is_counted_in_its_spans(tiny_llama, tiny_tokenizer):
-    text = "\n\n  " + SENTENCE * 40
-    parts = PromptFitter(tiny_llama, tiny_tokenizer, 64).fit(text).parts
-    assert len(parts) > 1
-    assert all(text[slice(*part.chars)] == part.text for part in parts)
-
-
-# Levels
+# Rounds
 
 SPEAKERS = {
     "as much as it may": lambda prompt, limit: "y" * limit,
@@ -180,7 +149,7 @@ SPEAKERS = {
 
 def summary_of(text, fitter, speak):
     """The summary by a stand-in for a model, and how many prompts each round had."""
-    pipeline = SummaryPipeline(text, fitter, keep_parts=True)
+    pipeline = SummaryPipeline(text, fitter)
     rounds = []
     while pipeline.summary is None:
         rounds.append(len(pipeline.prompts))
@@ -189,49 +158,27 @@ def summary_of(text, fitter, speak):
     return pipeline.summary, rounds
 
 
-def assert_is_a_tree(summary, text):
-    leaves = summary.tree[0]
-    seen = set().union(*(range(*leaf.chars) for leaf in leaves))
-    assert all(index in seen or letter.isspace() for index, letter in enumerate(text))
-    assert len(leaves) == summary.parts and all(leaf.children is None for leaf in leaves)
-    for below, level in pairwise(summary.tree):
-        for node in (node for node in level if node.children):
-            held = below[slice(*node.children)]
-            assert held and (node.chars, node.tokens) == (
-                (held[0].chars[0], held[-1].chars[1]),
-                (held[0].tokens[0], held[-1].tokens[1]),
-            )
-    assert [node.summary for node in summary.tree[-1]][-1] == summary.text
-
-
-@given(text=TEXTS, room=st.integers(16, 120), new=st.integers(1, 60), overlap=st.integers(0, 8))
+@given(text=TEXTS, room=st.integers(16, 120), new=st.integers(1, 60))
 @pytest.mark.parametrize("speaker", SPEAKERS)
-def test_levels_come_to_an_end_whatever_the_model_says(tiny_tokenizer, speaker, text, room, new, overlap):
+def test_rounds_come_to_an_end_whatever_the_model_says(tiny_tokenizer, speaker, text, room, new):
     model = SimpleNamespace(config=LlamaConfig(max_position_embeddings=room + new + len("\n\nSummary:")))
-    fitter = PromptFitter(model, tiny_tokenizer, new, request=SummaryRequest(overlap=overlap))
+    fitter = PromptFitter(model, tiny_tokenizer, new)
     summary, rounds = summary_of(text * 3, fitter, SPEAKERS[speaker])
     assert all(after < before for before, after in pairwise(rounds)) and rounds[-1] == 1
-    assert_is_a_tree(summary, text * 3)
+    assert rounds[0] == summary.parts
 
 
-def test_nodes_partition_the_level_below_and_the_last_holds_all(tiny_llama, tiny_tokenizer):
+def test_every_summary_of_a_round_is_read_in_the_next(tiny_llama, tiny_tokenizer):
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.model_max_length = 90
-    summary = Summarizer(tiny_llama, tokenizer, max_new_tokens=20, keep_parts=True).summarize(SENTENCE * 60)
-    assert len(summary.tree) > 2
-    for below, level in pairwise(summary.tree):
-        assert [place for node in level for place in range(*node.children)] == list(range(len(below)))
-    assert summary.tree[-1][0].chars == (0, len((SENTENCE * 60).strip()))
-    assert summary.tree[-1][0].tokens == (0, summary.document_tokens)
-
-
-def test_a_document_that_fits_is_a_tree_of_one(tiny_llama, tiny_tokenizer):
-    text = "  The storm hit the coast at dawn. "
-    summary = lookahead.summarize(text, tiny_llama, tiny_tokenizer, max_new_tokens=8, keep_parts=True)
-    assert summary.to_dict()["tree"] == [
-        [{"chars": [2, 34], "tokens": [0, summary.document_tokens], "summary": summary.text}]
-    ]
-    assert "tree" not in lookahead.summarize(text, tiny_llama, tiny_tokenizer, max_new_tokens=4).to_dict()
+    pipeline, said = SummaryPipeline(SENTENCE * 60, PromptFitter(tiny_llama, tokenizer, 20)), []
+    rounds = 0
+    while pipeline.summary is None:
+        assert all(sum(text in prompt for prompt in pipeline.prompts) == 1 for text in said)
+        said = [f"<{rounds}.{i}>" for i in range(len(pipeline.prompts))]
+        pipeline.take(said, DecodingStats())
+        rounds += 1
+    assert rounds > 2 and str(pipeline.summary) == said[0]
 
 
 BOOK = """
@@ -241,7 +188,7 @@ from types import SimpleNamespace
 from transformers import AutoConfig, AutoTokenizer
 from lookahead.stats import DecodingStats
 from lookahead.summarization.pipeline import SummaryPipeline
-from lookahead.summarization.prompting import PromptFitter, SummaryRequest
+from lookahead.summarization.prompting import PromptFitter
 draw, words = random.Random(0), "the old house on hill was quiet that night and nobody came to see him".split()
 def chapter(number):
     sentences = (" ".join(draw.choices(words, k=draw.randrange(4, 24))).capitalize() + "." for _ in range(80))
@@ -251,15 +198,13 @@ model = SimpleNamespace(config=AutoConfig.from_pretrained(sys.argv[1]))
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 memory = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 before = memory()
-pipeline = SummaryPipeline(text, PromptFitter(model, tokenizer, 128, SummaryRequest(overlap=64)), keep_parts=True)
+pipeline = SummaryPipeline(text, PromptFitter(model, tokenizer, 128))
+rounds = []
 while pipeline.summary is None:
     assert max(len(tokenizer(prompt)["input_ids"]) for prompt in pipeline.prompts) <= 1152 - 128
+    rounds.append(len(pipeline.prompts))
     pipeline.take([prompt[-900:-100] for prompt in pipeline.prompts], DecodingStats())
-levels = [len(level) for level in pipeline.summary.tree]
-assert all(after < before for before, after in pairwise(levels)) and levels[-1] == 1
-leaves = pipeline.summary.tree[0]
-assert leaves[0].chars[0] == 0 and leaves[-1].chars[1] == len(text)
-assert all(before.chars[0] < after.chars[0] <= before.chars[1] < after.chars[1] for before, after in pairwise(leaves))
+assert all(after < before for before, after in pairwise(rounds)) and rounds[-1] == 1
 print(pipeline.summary.document_tokens, memory() - before)
 """
 
@@ -283,22 +228,18 @@ def test_a_book_of_a_million_tokens_comes_to_an_end_in_little_memory(summarizer_
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "asked",
-    [SummaryRequest(), SummaryRequest(overlap=20), SummaryRequest(refine=True), SummaryRequest(overlap=9, refine=True)],
-)
+@pytest.mark.parametrize("asked", [SummaryRequest(), SummaryRequest(refine=True)])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_trees_are_the_same_for_one_document_and_for_many_together(tiny_llama, tiny_tokenizer, asked, rows):
+def test_summaries_are_the_same_for_one_document_and_for_many_together(tiny_llama, tiny_tokenizer, asked, rows):
     tokenizer = chat(tiny_tokenizer, 512 if asked.refine else 150)
-    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=12, request=asked, keep_parts=True)
+    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=12, request=asked)
     documents = [Document(i, f"Number {i}. " + SENTENCE * count) for i, count in enumerate((2, 30, 1, 20, 50))]
     outcomes = {done.document.id: done.summary for done in summarizer.summarize_all(documents, rows)}
     assert len(outcomes) == 5
     for document in documents:
         alone, together = summarizer.summarize(document.text), outcomes[document.id]
-        assert (together.text, together.tree) == (alone.text, alone.tree)
+        assert together.text == alone.text
         assert (together.parts, together.summary_tokens) == (alone.parts, alone.summary_tokens)
-        assert_is_a_tree(together, document.text)
     assert outcomes[4].parts > 4
 
 
@@ -309,7 +250,7 @@ def test_refining_reads_the_parts_in_order_each_with_the_summary_so_far(tiny_lla
     tokenizer = chat(tiny_tokenizer)
     fitter = PromptFitter(tiny_llama, tokenizer, 30, request=SummaryRequest(refine=True))
     text = "".join(f"Sentence {i} is here. " for i in range(50))
-    pipeline = SummaryPipeline(text, fitter, keep_parts=True)
+    pipeline = SummaryPipeline(text, fitter)
     parts = texts(fitter.fit(text))
     assert len(parts) > 5
     seen = []
@@ -322,13 +263,12 @@ def test_refining_reads_the_parts_in_order_each_with_the_summary_so_far(tiny_lla
         assert prompt.endswith(f"{INSTRUCTION.replace('{document}', part)}[bot]")
         assert len(tokenizer(prompt)["input_ids"]) <= 512 - 30
         assert (f"\n\nsummary {number}\n\n" in prompt) == (number > 0)
-    assert [node.summary for node in pipeline.summary.tree[0]] == [f"summary {n}" for n in range(1, len(parts) + 1)]
     assert str(pipeline.summary) == f"summary {len(parts)}"
 
 
 def test_refining_decodes_what_generate_does_with_the_same_prompts(tiny_llama, tiny_tokenizer):
-    tokenizer, request = chat(tiny_tokenizer), SummaryRequest(refine=True, overlap=10)
-    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=24, request=request, keep_parts=True)
+    tokenizer, request = chat(tiny_tokenizer), SummaryRequest(refine=True)
+    summarizer = Summarizer(tiny_llama, tokenizer, max_new_tokens=24, request=request)
 
     def generate(prompt, limit):
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
@@ -337,21 +277,22 @@ def test_refining_decodes_what_generate_does_with_the_same_prompts(tiny_llama, t
 
     expected, rounds = summary_of(SENTENCE * 40, summarizer.fitter, generate)
     summary = summarizer.summarize(SENTENCE * 40)
-    assert (summary.text, summary.tree) == (expected.text, expected.tree)
+    assert summary.text == expected.text
     assert len(rounds) == summary.parts > 3
 
 
 def test_a_summary_that_is_too_long_for_its_place_is_cut_and_an_empty_one_changes_nothing(tiny_llama, tiny_tokenizer):
     tokenizer = chat(tiny_tokenizer)
     fitter = PromptFitter(tiny_llama, tokenizer, 30, request=SummaryRequest(refine=True))
-    pipeline = SummaryPipeline(SENTENCE * 40, fitter, keep_parts=True)
+    pipeline = SummaryPipeline(SENTENCE * 40, fitter)
     said = iter(["", "s" * 999, " ", *["<eos>" * 200] * 99])
-    lengths = []
+    lengths, prompts = [], []
     while pipeline.summary is None:
+        prompts += pipeline.prompts
         lengths.append(len(tokenizer(pipeline.prompts[0])["input_ids"]))
         pipeline.take([next(said)], DecodingStats())
     assert max(lengths) <= 512 - 30
-    assert [node.summary[:1] for node in pipeline.summary.tree[0]][:4] == ["", "s", "s", "<"]
+    assert ["\n\nsss" in prompt for prompt in prompts[:5]] == [False, False, True, True, False]
 
 
 def test_a_document_that_fits_is_not_refined(tiny_llama, tiny_tokenizer):
@@ -376,15 +317,15 @@ def test_a_model_that_follows_no_instructions_is_not_asked_to_refine(tiny_llama,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overlap": -1}, "overlap must be at least 0 tokens, got -1"),
-        ({"overlap": 300}, "overlap must be at most 118 tokens, half of what a prompt holds of a document, got 300"),
+        ({"overlap": 8}, "overlap was removed: parts of a long document are cut between sections or sentences"),
+        ({"keep_parts": True}, "keep_parts was removed: a line of results holds the summary of the whole document"),
         (
             {"refine": True, "max_new_tokens": 150},
             "max_new_tokens must be at most .* so far and a part in the model",
         ),
     ],
 )
-def test_options_that_leave_no_room_are_refused_with_their_range(tiny_llama, tiny_tokenizer, options, message):
+def test_options_that_leave_no_room_or_were_removed_are_refused(tiny_llama, tiny_tokenizer, options, message):
     with pytest.raises(ConfigError, match=message):
         lookahead.summarize(SENTENCE, tiny_llama, chat(tiny_tokenizer), **options)
 

@@ -73,7 +73,7 @@ def test_an_engine_that_stops_lets_nobody_wait(model_folder, monkeypatch):
 
 def test_a_job_goes_to_another_process_as_it_is_and_heads_by_the_name_of_their_folder(tmp_path):
     (tmp_path / "prompt.txt").write_text("In one word: {document}")
-    options = JobOptions(heads="folder", window="auto", overlap=3, rows=2, prompt_file=tmp_path / "prompt.txt")
+    options = JobOptions(heads="folder", window="auto", refine=True, rows=2, prompt_file=tmp_path / "prompt.txt")
     settings = options.settings()
     sent = ForkingPickler.loads(ForkingPickler.dumps(settings))
     (heads,) = [each for each in sent.config.proposers if not isinstance(each, str)]

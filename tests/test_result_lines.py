@@ -23,7 +23,7 @@ from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.jobs.line import Line, parse_line
 from lookahead.reporting.report_page import write_report
 from lookahead.stats import DecodingStats
-from lookahead.summarization.pipeline import PartSummary, PlainFigures, Summarized, Summary
+from lookahead.summarization.pipeline import PlainFigures, Summarized, Summary
 from tests.support.stand_ins import StandIn
 
 OPTIONS = JobSettings(model="some-model", max_new_tokens=8).identity
@@ -36,10 +36,6 @@ PLAIN = {
     "compared": PlainFigures(DecodingStats(emitted_tokens=3, decode_s=1.0, acceptance_histogram={1: 2}), True),
     "without a token": PlainFigures(DecodingStats(), False),
     "not compared": None,
-}
-TREES = {
-    "kept": ((PartSummary((0, 4), (0, 2), "x"), PartSummary((4, 9), (2, 3), "y")), (PartSummary((0, 9), (0, 3), "z"),)),
-    "not kept": None,
 }
 
 
@@ -62,10 +58,9 @@ def run(items: Iterable[Document | Reject], summarize_all: Any, output: Path | N
 
 @pytest.mark.parametrize("ids", [(1, 2, 1 << 70), ("a", "caf\udce9", "")], ids=["numbers", "names"])
 @pytest.mark.parametrize("plain", PLAIN)
-@pytest.mark.parametrize("tree", TREES)
-def test_a_line_reads_back_as_it_was_written_from_every_place_it_is_written_to(ids: Any, plain: str, tree: str) -> None:
+def test_a_line_reads_back_as_it_was_written_from_every_place_it_is_written_to(ids: Any, plain: str) -> None:
     stats = DecodingStats(prompt_tokens=3, emitted_tokens=4, acceptance_histogram={1: 1, 3: 1}, decode_s=0.5)
-    summary = Summary("Größe.", 7, 4, 2, "sections", stats, PLAIN[plain], TREES[tree], "length")
+    summary = Summary("Größe.", 7, 4, 2, "sections", stats, PLAIN[plain], "length")
 
     def summarize_all(documents: Iterable[Document]) -> Iterator[Summarized]:
         for document in documents:
@@ -111,7 +106,7 @@ HOLDS = {
     "id": {"text", "hash"} | NUMBERS, "copy_of": {"text", "hash"} | NUMBERS, "document": {"hash"},
     **{name: {"text", "hash"} for name in ("summary", "split", "finish_reason", "model", "fingerprint")},
     **{name: {"count"} for name in ("document_tokens", "summary_tokens", "parts")},
-    "stats": {"object"}, "plain": {"object"}, "tree": {"list"}, "identical": {"flag"}, "loops": {"flag"},
+    "stats": {"object"}, "plain": {"object"}, "identical": {"flag"}, "loops": {"flag"},
     "speedup": {"count", "below zero", "fraction"},
 }  # fmt: skip
 

@@ -57,9 +57,7 @@ class SummaryOptions(RepetitionOptions, DraftingOptions, ModelOptions):
         None, "Beams of the search for a summary. (default: the model's own, or 1)", min=1, max=64
     )
     style: str | None = option(None, "bullets, paragraph or headline, by a model that follows instructions.")
-    overlap: int = option(0, "Tokens of the previous part that each part of a long document repeats.")
     refine: bool = option(False, "Read parts in turn, each with the summary so far; needs an instruction model.")
-    keep_parts: bool = option(False, "Write the summaries of parts too, level by level.")
     compare: bool = option(
         False, "Decode with model.generate too: show both speeds, and whether the tokens are identical."
     )
@@ -126,7 +124,7 @@ class JobOptions(DocumentOptions, SummaryOptions):
 
         path = self.prompt_file
         prompt = None if path is None else decode_bytes(read_bounded(str(path), MEGABYTE), str(path))
-        request = SummaryRequest(prompt=prompt, style=self.style, overlap=self.overlap, refine=self.refine)
+        request = SummaryRequest(prompt=prompt, style=self.style, refine=self.refine)
         own = {each.name for each in fields(self)}
         shared = {each.name: getattr(self, each.name) for each in fields(JobSettings) if each.name in own}
         if self.dtype == FASTEST:  # workers on several machines would choose several types

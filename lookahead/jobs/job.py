@@ -274,9 +274,9 @@ def _seconds_per_token(tried: list[tuple[Document, Parts]], summarize_all: Summa
     for document, fitted in tried:
         begin = draw.randrange(max(0, len(fitted.parts) - MAX_TIMED_PARTS) + 1)
         parts = fitted.parts[begin : begin + MAX_TIMED_PARTS]
-        is_whole, excerpt = len(parts) == len(fitted.parts), document.text[parts[0].chars[0] : parts[-1].chars[1]]
-        excerpts.append(document if is_whole else Document(document.id, excerpt))
-        tokens += fitted.tokens if is_whole else parts[-1].tokens[1] - parts[0].tokens[0]
+        is_whole = len(parts) == len(fitted.parts)
+        excerpts.append(document if is_whole else Document(document.id, "\n\n".join(part.text for part in parts)))
+        tokens += fitted.tokens if is_whole else sum(part.tokens for part in parts)
     start = time.perf_counter()
     list(summarize_all(excerpts))
     return (time.perf_counter() - start) / max(1, tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lookahead.summarization.prompting import SummaryRequest
@@ -26,7 +26,6 @@ class JobSettings:
         num_beams: Beams of the search, at least 1; `None` uses the model's own number.
         sampling: Other options of `model.generate`; greedy without `do_sample`.
         seed: The seed of every call that samples.
-        keep_parts: Whether the summaries of parts are written too.
         compare: Whether every document is also decoded plainly.
         config: How drafts are made; `None` is the default.
         rows: Prompts decoded together, 1 to 1024; `None` chooses by device.
@@ -44,7 +43,6 @@ class JobSettings:
     num_beams: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
-    keep_parts: bool = False
     compare: bool = False
     config: LookaheadConfig | None = None
     rows: int | None = None
@@ -53,7 +51,10 @@ class JobSettings:
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that a summary depends on, besides the model and the options of `model.generate`."""
-        return {"max_new_tokens": self.max_new_tokens, **asdict(self.request), "keep_parts": self.keep_parts}
+        request = self.request
+        asked = {"prompt": request.prompt, "style": request.style, "overlap": 0, "refine": request.refine}
+        # `overlap` and `keep_parts` were options: jobs of earlier releases without them are the same jobs.
+        return {"max_new_tokens": self.max_new_tokens, **asked, "keep_parts": False}
 
     def summarizer(self, loaded: LoadedModel) -> Summarizer:
         """A summarizer with the loaded model; ConfigError if the model cannot follow the settings."""
@@ -61,6 +62,6 @@ class JobSettings:
 
         return Summarizer(
             *loaded, max_new_tokens=self.max_new_tokens, num_beams=self.num_beams, sampling=self.sampling,
-            seed=self.seed, config=self.config, compare=self.compare, request=self.request, keep_parts=self.keep_parts,
+            seed=self.seed, config=self.config, compare=self.compare, request=self.request,
             predicts=self.predicts,
         )  # fmt: skip

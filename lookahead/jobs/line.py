@@ -50,7 +50,6 @@ _KINDS = {  # by annotation
     "float": _Kind("a number below 2**63", (int, float), "float64", lambda value: not abs(value) >= 1 << 63),
     "bool": _Kind("true or false", (bool,), "bool_"),
     "Record": _Kind("an object", (dict,), "json"),
-    "list[Any]": _Kind("a list", (list,), "json"),
 }
 
 
@@ -71,7 +70,6 @@ class Line:
     finish_reason: str | None = None  # "length" if the token limit cut the summary off, else "stop"
     loops: bool | None = None  # whether the summary, or the summary of a part, repeats one phrase to its end
     stats: Record | None = None  # counters of the decoding; `None` for a copy
-    tree: list[Any] | None = None  # summaries of the parts, level by level, if kept
     plain: Record | None = None  # counters of plain decoding, if compared
     speedup: float | None = None  # in tokens per second, over plain decoding
     identical: bool | None = None  # whether plain decoding gave the same tokens

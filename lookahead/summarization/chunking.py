@@ -7,12 +7,10 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lookahead.summarization.segmentation import Break, Piece
 
@@ -36,8 +34,7 @@ class MeasuredText:
     Args:
         pieces: The text in pieces, none empty.
         tokenizer: The tokenizer that counts.
-        clean: Is applied to each piece first. It may change whitespace only.
-        before: The number of characters of the document before the text.
+        clean: Is applied to each piece first.
     """
 
     def __init__(
@@ -45,10 +42,7 @@ class MeasuredText:
         pieces: Sequence[Piece],
         tokenizer: PreTrainedTokenizerBase,
         clean: Callable[[str], str] = str,
-        before: int = 0,
     ) -> None:
-        self._before = before
-        self._given = "".join(piece.text for piece in pieces)
         self.pieces = [Piece(clean(piece.text), piece.end) for piece in pieces]
         self.text = "".join(piece.text for piece in self.pieces)
         # Offsets in the cleaned text: ends of pieces, and starts of tokens without their leading whitespace.
@@ -66,31 +60,13 @@ class MeasuredText:
         """The number of tokens that begin before character `place` of the cleaned text."""
         return bisect_left(self.starts, place)
 
-    def given_span(self, begin: int, end: int) -> tuple[int, int]:
-        """The span in the given text of a span of the cleaned text without outer whitespace."""
-        if self._given != self.text:
-            given, cleaned = self._letters
-            first, last = np.searchsorted(cleaned, (begin, end - 1))
-            begin, end = int(given[first]), int(given[last]) + 1
-        return begin + self._before, end + self._before
-
-    @cached_property
-    def _letters(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Indices of non-whitespace characters in the given and the cleaned text; cleaning keeps their order."""
-        given, cleaned = (
-            np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4") for text in (self._given, self.text)
-        )
-        return np.flatnonzero(~np.isin(given, _SPACES)), np.flatnonzero(~np.isin(cleaned, _SPACES))
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a document. Spans are half-open."""
+    """A part of a document."""
 
     text: str  # without outer whitespace, never empty
-    chars: tuple[int, int]  # of the given document
-    tokens: tuple[int, int]
-    pieces: tuple[int, int]
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,32 +82,21 @@ class Parts:
     split: Split
 
 
-def cut(measured: MeasuredText, budget: int, overlap: int = 0) -> Parts:
+def cut(measured: MeasuredText, budget: int) -> Parts:
     """Cut a document into parts of at most `budget` tokens and of similar length.
 
     A part ends at a section break near the target length if there is one, else at the end of a paragraph, a sentence or
-    a line. It ends within a line or word only if there is no other break. The next part repeats its last `overlap`
-    tokens (`overlap` < `budget`), or fewer if the part is shorter or a character of several tokens would be split.
+    a line. It ends within a line or word only if there is no other break.
     """
     split: Split = "none"
     chosen = [(0, len(measured.text))]
     if measured.tokens > budget:
-        ends, is_hard = _fitting_ends(measured, budget - overlap)
-        chosen = _pack(measured, ends, budget - overlap)
+        ends, is_hard = _fitting_ends(measured, budget)
+        chosen = _pack(measured, ends, budget)
         is_sections = all(ends[end] >= Break.PARAGRAPH for _, end in chosen[:-1])
         split = "hard" if is_hard else "sections" if is_sections else "sentences"
-    trimmed = _trimmed(measured, chosen)
-    if overlap:
-        trimmed = _trimmed(measured, _overlapping(measured, trimmed, overlap, budget))
-    parts = tuple(
-        Part(
-            text=measured.text[begin:end],
-            chars=measured.given_span(begin, end),
-            tokens=(measured.token_at(begin), measured.token_at(end)),
-            pieces=(bisect_right(measured.ends, begin), bisect_left(measured.ends, end) + 1),
-        )
-        for begin, end in trimmed
-    )
+    texts = ((measured.text[begin:end].strip(), begin, end) for begin, end in chosen)
+    parts = tuple(Part(text, measured.token_at(end) - measured.token_at(begin)) for text, begin, end in texts if text)
     return Parts(parts, measured.tokens, split)
 
 
@@ -147,12 +112,6 @@ def _token_starts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         return [match.start() for match in _WORD_PIECE.finditer(text)]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [end - len(text[start:end].lstrip() or text[start:end]) for start, end in encoded["offset_mapping"]]
-
-
-def _trimmed(measured: MeasuredText, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans without outer whitespace. Blank spans are dropped."""
-    stretches = [(begin, end, measured.text[begin:end]) for begin, end in spans]
-    return [(end - len(it.lstrip()), begin + len(it.rstrip())) for begin, end, it in stretches if not it.isspace()]
 
 
 def _fitting_ends(measured: MeasuredText, budget: int) -> tuple[dict[int, Break], bool]:
@@ -196,17 +155,3 @@ def _pack(measured: MeasuredText, ends: dict[int, Break], budget: int) -> list[t
         parts.append((begin, places[last]))
         begin, first, done = places[last], last + 1, marks[last]
     return parts
-
-
-def _overlapping(
-    measured: MeasuredText, spans: list[tuple[int, int]], overlap: int, budget: int
-) -> list[tuple[int, int]]:
-    """Extend each span but the first by the last `overlap` tokens of the previous span, within the budget."""
-    starts = measured.starts
-    extended = spans[:1]
-    for (first, last), (begin, end) in pairwise(spans):
-        token = max(measured.token_at(last) - overlap, measured.token_at(first), measured.token_at(end) - budget)
-        while 0 < token < len(starts) and starts[token] == starts[token - 1]:
-            token += 1  # within a character
-        extended.append((min(begin, starts[token]), end))
-    return extended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lookahead.documents.decode_text import Document
@@ -38,31 +38,6 @@ class PlainFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class PartSummary:
-    """The summary of a part of a document. Spans are half-open.
-
-    Attributes:
-        chars: The span in characters of the document.
-        tokens: The span in tokens of the document.
-        summary: The summary of the part; with refining, of the document up to the end of the part.
-        children: The span of summaries on the level below; `None` if it summarizes the document itself.
-    """
-
-    chars: tuple[int, int]
-    tokens: tuple[int, int]
-    summary: str
-    children: tuple[int, int] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The summary as a JSON-ready dict."""
-        spans = {"chars": self.chars, "tokens": self.tokens, "children": self.children}
-        return {**{name: list(span) for name, span in spans.items() if span is not None}, "summary": self.summary}
-
-
-Levels = tuple[tuple[PartSummary, ...], ...]  # the summaries of the parts, the summaries of these, and so on
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """The summary of one document.
 
@@ -74,7 +49,6 @@ class Summary:
         split: Where it was cut, see `Parts`.
         stats: Counters of all decoding, including the summaries of the parts.
         plain: Figures of plain decoding for the same prompts, if requested.
-        tree: The summaries of the parts, level by level, if requested.
         finish_reason: `"length"` if the token limit cut the summary off, else `"stop"`.
         loops: Whether the summary, or the summary of a part, repeats one phrase to its end, by
             `lookahead.decoding.loops.loops`.
@@ -87,7 +61,6 @@ class Summary:
     split: Split
     stats: DecodingStats
     plain: PlainFigures | None = None
-    tree: Levels | None = None
     finish_reason: FinishReason = "stop"
     loops: bool = False
 
@@ -98,8 +71,6 @@ class Summary:
         """The summary as a JSON-ready dict. The keys are fields of a line of results."""
         names = ("document_tokens", "summary_tokens", "parts", "split", "finish_reason", "loops")
         record = {"summary": self.text, **{name: getattr(self, name) for name in names}, "stats": self.stats.to_dict()}
-        if self.tree is not None:
-            record["tree"] = [[part.to_dict() for part in level] for level in self.tree]
         if self.plain is not None:
             speedup = self.plain.speedup(self.stats)
             record["plain"] = self.plain.to_dict()
@@ -144,16 +115,14 @@ class SummaryPipeline:
         DocumentError: No part of the document fits a prompt, or the summary is empty.
     """
 
-    def __init__(self, text: str, fitter: PromptFitter, *, keep_parts: bool) -> None:
+    def __init__(self, text: str, fitter: PromptFitter) -> None:
         self.summary: Summary | None = None
-        self._document, self._keep_parts = fitter.fit(text), keep_parts
+        self._document = fitter.fit(text)
         self._stats: list[DecodingStats] = []
         self._loops = False
         self._parts_done = 0
-        self._levels: list[tuple[PartSummary, ...]] = []
         self._refines = fitter.request.refine
-        rounds = _refine if self._refines else _merge
-        self._rounds = rounds(self._document, fitter, self._levels)
+        self._rounds = (_refine if self._refines else _merge)(self._document, fitter)
         self.prompts, self.limit = next(self._rounds)
 
     def expected(self, prediction: str | None) -> str | None:
@@ -191,7 +160,6 @@ class SummaryPipeline:
                 parts=len(document.parts),
                 split=document.split,
                 stats=total_in_sequence(self._stats),
-                tree=tuple(self._levels) if self._keep_parts else None,
                 finish_reason=finish_reason,
                 loops=self._loops,
             )
@@ -199,43 +167,28 @@ class SummaryPipeline:
                 raise DocumentError(f"the model wrote no summary of the document's {document.tokens} tokens") from None
 
 
-def _merge(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
+def _merge(document: Parts, fitter: PromptFitter) -> _Rounds:
     """Summarize all parts, then their summaries together, until one prompt holds them all."""
-    most = fitter.max_new_tokens
-    leaves = [PartSummary(part.chars, part.tokens, "") for part in document.parts]
-    parts, nodes = document.parts, leaves
+    most, parts = fitter.max_new_tokens, document.parts
     while True:
         # The summaries of parts must be shorter than the parts.
-        limit = most if len(nodes) == 1 else min(most, fitter.partial_summary_limit)
+        limit = most if len(parts) == 1 else min(most, fitter.partial_summary_limit)
         texts, *_ = output = yield fitter.prompts(parts), limit
-        level = tuple(replace(node, summary=text) for node, text in zip(nodes, texts, strict=True))
-        levels.append(level)
-        if len(level) == 1:
+        if len(texts) == 1:
             return output
-        written = [number for number, text in enumerate(texts) if text]
-        if not written:
-            parts, nodes = document.parts[:1], leaves[:1]  # a higher token limit may give a summary
-            continue
-        parts = fitter.fit_summaries([texts[number] for number in written]).parts
-        nodes, begin = [], 0
-        for end in [*(written[part.pieces[1] - 1] + 1 for part in parts[:-1]), len(level)]:
-            begin = min(begin, end - 1)
-            first, last = level[begin], level[end - 1]
-            spans = (first.chars[0], last.chars[1]), (first.tokens[0], last.tokens[1])
-            nodes.append(PartSummary(*spans, "", (begin, end)))
-            begin = end
-        if len(nodes) >= len(level):  # the level did not shrink: drop the rest, so that the rounds end
-            parts, nodes = parts[:1], nodes[:1]
+        written = [text for text in texts if text]
+        # If no part had a summary, a higher token limit may give one.
+        parts = fitter.fit_summaries(written).parts if written else document.parts[:1]
+        if len(parts) >= len(texts):  # no fewer than before: drop the rest, so that the rounds end
+            parts = parts[:1]
 
 
-def _refine(document: Parts, fitter: PromptFitter, levels: list[tuple[PartSummary, ...]]) -> _Rounds:
+def _refine(document: Parts, fitter: PromptFitter) -> _Rounds:
     """Summarize the first part, then each later part together with the summary so far."""
-    summary, steps = "", []
+    summary = ""
     output: _Output = [""], DecodingStats(), "stop"
     for part in document.parts:
         (text,), *_ = new = yield [fitter.refining_prompt(part, summary)], fitter.max_new_tokens
         if text or not summary:  # an empty answer leaves the summary as it is
             summary, output = text, new
-        steps.append(PartSummary(part.chars, part.tokens, summary))
-    levels.append(tuple(steps))
     return output

@@ -51,7 +51,6 @@ class SummaryRequest:
 
     prompt: str | None = None  # `{document}` stands for the document; without it the document comes last
     style: str | None = None  # a key of `STYLES`
-    overlap: int = 0  # tokens at the end of a part that the next part repeats
     refine: bool = False  # read parts in order, each with the summary so far; needs a model that follows instructions
 
     def __post_init__(self) -> None:
@@ -61,8 +60,6 @@ class SummaryRequest:
             raise ConfigError(f"style must be {', '.join(STYLES)}, got {self.style!r}")
         if self.prompt is not None and self.style is not None:
             raise ConfigError("a prompt and a style exclude each other; pass one of them")
-        if self.overlap < 0:
-            raise ConfigError(f"overlap must be at least 0 tokens, got {self.overlap}")
 
 
 class Prompting:
@@ -195,18 +192,11 @@ class PromptFitter(Prompting):
                     f"max_new_tokens must be at most {max_new_tokens + (limit - MIN_DOCUMENT_TOKENS) // times} to "
                     f"leave room for {what} in the model's context of {context} tokens, got {max_new_tokens}"
                 )
-        if self.request.overlap > (most := self._part_limit // 2):
-            raise ConfigError(
-                f"overlap must be at most {most} tokens, half of what a prompt holds of a document, got "
-                f"{self.request.overlap}"
-            )
 
     def fit(self, document: str) -> Parts:
         """Cut a document that is not blank into parts whose prompts all fit; DocumentError if no part fits."""
-        text = document.strip()
-        before = len(document) - len(document.lstrip())
-        measured = MeasuredText(split_pieces(text), self._tokenizer, self.clean, before)
-        return self._fit(measured, overlap=self.request.overlap, refine=self.request.refine)
+        measured = MeasuredText(split_pieces(document.strip()), self._tokenizer, self.clean)
+        return self._fit(measured, refine=self.request.refine)
 
     def prompts(self, parts: Sequence[Part]) -> list[str]:
         """The prompt for each part."""
@@ -234,19 +224,19 @@ class PromptFitter(Prompting):
                 return prompt
             keep = max(0, keep - excess)
 
-    def _fit(self, measured: MeasuredText, *, overlap: int = 0, refine: bool = False) -> Parts:
+    def _fit(self, measured: MeasuredText, *, refine: bool = False) -> Parts:
         limit, room, summary = self._document_limit, self._prompt_limit, None
         while True:
             if refine and summary is None and measured.tokens > limit:
                 limit, room, summary = self._part_limit, room - self.max_new_tokens, ""
-            parts = cut(measured, limit, overlap)
+            parts = cut(measured, limit)
             prompts = (self.render(part.text, summary) for part in parts.parts)
             # A part alone can have a few more tokens than within the document.
             excess = max(map(self.count_tokens, prompts)) - room
             if excess <= 0:
                 return parts
             limit -= excess
-            if limit <= overlap:
+            if limit <= 0:
                 raise DocumentError(f"no part of the document fits a prompt of {self._prompt_limit} tokens")
 
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lookahead.config import refuses_removed
 from lookahead.documents.decode_text import Reject
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
@@ -22,6 +23,7 @@ __all__ = ["summarize"]
 _LONGEST_PATH = 1024  # characters
 
 
+@refuses_removed
 def summarize(
     text: str | os.PathLike[str],
     model: PreTrainedModel | None = None,
@@ -30,9 +32,7 @@ def summarize(
     max_new_tokens: int = 200,
     num_beams: int | None = None,
     config: LookaheadConfig | None = None,
-    overlap: int = 0,
     refine: bool = False,
-    keep_parts: bool = False,
 ) -> Summary:
     """Summarize a text of any length.
 
@@ -49,15 +49,13 @@ def summarize(
         max_new_tokens: Maximum number of tokens of the summary.
         num_beams: Beams of the search, at least 1; `None` uses the model's own number, usually 1.
         config: How drafts are made; it changes the speed, not the summary.
-        overlap: Tokens at the end of a part that the next part repeats.
         refine: Whether the parts are read in order, each with the summary so far. The model must follow instructions.
-        keep_parts: Whether the summaries of the parts are kept in `Summary.tree`, level by level.
 
     Returns:
         The summary; `str()` of it is its text.
 
     Raises:
-        ConfigError: `max_new_tokens`, `num_beams` or `overlap` is out of range, the model cannot refine, only one of
+        ConfigError: `max_new_tokens`, or `num_beams` is out of range, the model cannot refine, only one of
             `model` and `tokenizer` was given, or an argument has a wrong type.
         DocumentError: The text has no letter or digit or is the name of a file, the file cannot be read, or the summary
             is empty.
@@ -69,10 +67,10 @@ def summarize(
     from lookahead.summarization.prompting import DEFAULT_SAMPLING, SummaryRequest
     from lookahead.summarization.summarizer import Summarizer
 
-    request = SummaryRequest(overlap=overlap, refine=refine)
+    request = SummaryRequest(refine=refine)
     document = _read(text)
     check_config("config", config)
-    options: Any = {"num_beams": num_beams, "config": config, "request": request, "keep_parts": keep_parts}
+    options: Any = {"num_beams": num_beams, "config": config, "request": request}
     if model is None and tokenizer is None:
         model, tokenizer = load_default()
         options["sampling"] = DEFAULT_SAMPLING

@@ -48,7 +48,6 @@ class Summarizer:
         config: How drafts are made.
         compare: Whether every document is also decoded plainly.
         request: The instruction for the model; `None` asks for a summary in two sentences.
-        keep_parts: Whether a summary has a `tree`.
         predicts: Whether documents may have predictions of their summaries.
 
     Raises:
@@ -67,7 +66,6 @@ class Summarizer:
         config: LookaheadConfig | None = None,
         compare: bool = False,
         request: SummaryRequest | None = None,
-        keep_parts: bool = False,
         predicts: bool = False,
     ) -> None:
         self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request)
@@ -75,7 +73,7 @@ class Summarizer:
         # Receives the progress of a document if it is the only one being summarized.
         self.on_progress: Callable[[Progress], None] | None = None
         self._model, self._tokenizer, self._config = model, tokenizer, config
-        self._compare, self._keep_parts, self._predicts = compare, keep_parts, predicts
+        self._compare, self._predicts = compare, predicts
         self._encoding: Any = {"add_special_tokens": self.fitter.add_special_tokens}
         if num_beams is not None and num_beams < 1:
             raise ConfigError(f"num_beams must be at least 1, got {num_beams}")
@@ -149,7 +147,7 @@ class Summarizer:
     def begin(self, text: str) -> SummaryPipeline:
         """Cut a document into the prompts of its first round."""
         check_words(text)
-        return SummaryPipeline(text, self.fitter, keep_parts=self._keep_parts)
+        return SummaryPipeline(text, self.fitter)
 
     def open_scheduler(self, rows: int | None) -> Scheduler:
         """A scheduler that decodes the prompts of several documents together."""
