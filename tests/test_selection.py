@@ -54,6 +54,10 @@ def test_an_estimate_counts_everything_and_writes_nothing(folder, tiny_llama, ti
     assert estimate_job([], fitter, StandIn().summarize_all).seconds is None
 
 
+def letters(text):
+    return "".join(text.split())
+
+
 class Clocked(StandIn):
     """Takes a second for every character; a clock stands still meanwhile."""
 
@@ -84,7 +88,7 @@ def test_an_estimate_of_books_summarizes_some_parts_of_each_and_reckons_by_token
     )
     assert len(worker.seen) == tried
     for text in worker.seen:
-        assert len(fitter.fit(text).parts) <= MAX_TIMED_PARTS + 1 and any(text in book.text for book in books)
+        assert len(fitter.fit(text).parts) <= MAX_TIMED_PARTS + 1 and any(letters(text) in letters(book.text) for book in books)
     assert estimate.seconds == pytest.approx(sum(len(book.text) for book in books), rel=0.01)
 
 
