@@ -49,6 +49,7 @@ REMOVED = {
     "pack": "weights are packed where that is faster and takes at most a quarter of the memory",
     "pool_from_prompt": "n-grams of the prompt are always among the guesses of the window",
     "price_per_hour": "--dry-run prints the time, which your price multiplies",
+    "sample": "--limit takes the first documents, and 'shuf -n' draws lines or names of files",
 }
 """Options removed since the last release, with the reason; each is refused by name for one release."""
 _WINDOW_SIZES = (("W", 1, 64), ("N", 2, 16), ("G", 0, 64))  # what a tuple of `window` holds, with its range

@@ -62,15 +62,14 @@ def test_a_stopped_job_is_resumed_by_the_same_command(summarize, docs, monkeypat
         assert {**whole, "stats": None} == {**mine, "stats": None}
 
 
-@pytest.mark.parametrize("option", ["--limit", "--sample"])
-def test_part_of_the_documents_resumed_loses_no_line_of_the_others(summarize, cli_folder, option):
+def test_part_of_the_documents_resumed_loses_no_line_of_the_others(summarize, cli_folder):
     lines = "".join(json.dumps({"id": "same", "text": f"Text {i}."}) + "\n" for i in range(4))
     (cli_folder / "docs.jsonl").write_text(lines)
     summarize("docs.jsonl", "-o", "out.jsonl")
     whole = (cli_folder / "out.jsonl").read_bytes()
-    resumed = summarize("docs.jsonl", "-o", "out.jsonl", "--resume", option, "2")
+    resumed = summarize("docs.jsonl", "-o", "out.jsonl", "--resume", "--limit", "2")
     assert resumed.exit_code == 0 and "changed since" not in resumed.stderr
-    summarize("docs.jsonl", "-o", "out.jsonl", "--resume", option, "9")
+    summarize("docs.jsonl", "-o", "out.jsonl", "--resume", "--limit", "9")
     assert (cli_folder / "out.jsonl").read_bytes() == whole
 
 
@@ -137,7 +136,7 @@ def test_an_output_that_ends_in_parquet_is_one(summarize, docs):
         (["a.txt", "--keep-parts"], "keep_parts was removed: a line of results holds the summary of the whole"),
         (["a.txt", "--prompt-file", "gone.txt"], "gone.txt: No such file"),
         (["a.txt", "--job", "gone.toml"], "job gone.toml: No such file"),
-        (["-", "--sample", "3"], "a sample is drawn by reading the inputs twice"),
+        (["a.txt", "--sample", "3"], "sample was removed: --limit takes the first documents"),
         (["a.txt", "--pool", "gone.lkp"], "gone.lkp: "),
         (["a.txt", "--pool", "b.txt"], "b.txt: not a pool file"),
         (["s3x://bucket/a.txt"], "s3x://bucket/a.txt: cannot be read: Protocol not known: s3x"),

@@ -1,4 +1,4 @@
-"""Some of the documents of a job, and what all of them would take."""
+"""What all documents of a job would take."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from lookahead.documents.decode_text import Document
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
-from lookahead.errors import ConfigError
 from lookahead.jobs import job
-from lookahead.jobs.job import MAX_TIMED_PARTS, estimate_job, select_documents
+from lookahead.jobs.job import MAX_TIMED_PARTS, estimate_job
 from lookahead.summarization.prompting import PromptFitter
 from tests.support.stand_ins import StandIn
 
@@ -22,23 +21,6 @@ def folder(tmp_path, monkeypatch):
     """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_the_first_documents_or_some_at_random_by_a_seed(folder):
-    Path("a.jsonl").write_text("".join(f'{{"id": {i}, "text": "Text {i}."}}\n' for i in range(30)))
-    inputs = find_inputs(["a.jsonl"])
-    assert [document.id for document in select_documents(inputs, first=3)] == [0, 1, 2]
-    drawn = [document.id for document in select_documents(inputs, sample=5, seed=1)]
-    assert len(set(drawn)) == 5 and drawn == sorted(drawn)
-    assert drawn == [document.id for document in select_documents(inputs, sample=5, seed=1)]
-    assert drawn != [document.id for document in select_documents(inputs, sample=5, seed=2)]
-    assert len(list(select_documents(inputs, sample=99))) == 30
-
-
-def test_a_sample_of_a_pipe_is_refused_before_it_is_read(folder):
-    os.mkfifo("pipe.jsonl")
-    with pytest.raises(ConfigError, match=r"reading the inputs twice, and pipe\.jsonl cannot be; write it to a file"):
-        select_documents(find_inputs(["pipe.jsonl"]), sample=2)
 
 
 def test_an_estimate_counts_everything_and_writes_nothing(folder, tiny_llama, tiny_tokenizer):
@@ -88,7 +70,9 @@ def test_an_estimate_of_books_summarizes_some_parts_of_each_and_reckons_by_token
     )
     assert len(worker.seen) == tried
     for text in worker.seen:
-        assert len(fitter.fit(text).parts) <= MAX_TIMED_PARTS + 1 and any(letters(text) in letters(book.text) for book in books)
+        assert len(fitter.fit(text).parts) <= MAX_TIMED_PARTS + 1 and any(
+            letters(text) in letters(book.text) for book in books
+        )
     assert estimate.seconds == pytest.approx(sum(len(book.text) for book in books), rel=0.01)
 
 

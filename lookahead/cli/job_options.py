@@ -85,8 +85,7 @@ class JobOptions(DocumentOptions, SummaryOptions):
     rejects: Path | None = option(None, "File for documents that fail. (default: OUTPUT.rejects.jsonl)")
     retry_rejects: bool = option(False, "With --resume: try failed documents again.")
     limit: int | None = option(None, "Only the first N documents.", min=1)
-    sample: int | None = option(None, "Only N documents, drawn at random.", min=1)
-    seed: int = option(0, "Seed of --sample, --dry-run and --min-p.")
+    seed: int = option(0, "Seed of --dry-run and --min-p.")
     dry_run: bool = option(False, "Only count documents and tokens, and estimate the time.")
     ray: bool = option(False, "Use workers on a Ray cluster, or several on this machine.")
     ray_address: str | None = option(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
@@ -28,11 +29,11 @@ from lookahead.cli.terminal import (
 )
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.decode_text import Document, Reject
-from lookahead.documents.readers import count_documents
+from lookahead.documents.readers import count_documents, read_documents
 from lookahead.errors import ClusterError, ConfigError, ResultsError, count
 from lookahead.jobs import job_figures
 from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job import JobTotals, estimate_job, run_job, select_documents
+from lookahead.jobs.job import JobTotals, estimate_job, run_job
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.line_file import print_line
 
@@ -106,7 +107,7 @@ def summarize(options: SummarizeOptions) -> None:
     if not options.dry_run:
         paths.check(sources)
     limit = int(options.max_document_mb * MEGABYTE)
-    documents = select_documents(sources, first=options.limit, sample=options.sample, seed=options.seed, limit=limit)
+    documents = islice(read_documents(sources, limit=limit), options.limit)
     with ExitStack() as stack:
         if options.ray:
             pool = stack.enter_context(_worker_pool(options, settings))
@@ -124,7 +125,7 @@ def summarize(options: SummarizeOptions) -> None:
             if options.dry_run:
                 raise typer.Exit(_estimate(options, documents, summarizer))
         known = count_documents(sources)
-        total = min((number for number in (known, options.limit, options.sample) if number is not None), default=None)
+        total = min((number for number in (known, options.limit) if number is not None), default=None)
         is_stdout, is_text = options.output is None, _prints_text(options)
         shows_bar = not is_stdout or is_text or not sys.stdout.isatty()
         display = JobDisplay(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)

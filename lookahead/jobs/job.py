@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lookahead.documents.byte_sources import STDIN
 from lookahead.documents.decode_text import Document, DocumentId, Reject
-from lookahead.documents.inputs import Input
-from lookahead.documents.readers import DEFAULT_LIMIT, read_documents
-from lookahead.errors import ConfigError, LookaheadError
+from lookahead.errors import LookaheadError
 from lookahead.jobs.identity import JobIdentity, text_hash
 from lookahead.jobs.journal import Journal, OutputPaths, Sink, Stream
 from lookahead.jobs.line import Line
@@ -164,39 +159,6 @@ class _Run:
         self._writer.append(line.copied(name), content)
         self._totals.copied += 1
         self._observer(name, self._totals)
-
-
-def select_documents(
-    inputs: Sequence[Input],
-    *,
-    first: int | None = None,
-    sample: int | None = None,
-    seed: int = 0,
-    limit: int = DEFAULT_LIMIT,
-) -> Iterator[Document | Reject]:
-    """The documents of the inputs, in order: all, the first `first`, or a random sample.
-
-    Args:
-        inputs: The inputs.
-        first: Maximum number of documents, taken after sampling; `None` takes all.
-        sample: The number of documents to draw at random, which reads the inputs twice; `None` takes all.
-        seed: The seed of the sample. The same seed draws the same documents.
-        limit: Maximum size of a document, in bytes.
-
-    Raises:
-        ConfigError: An input of a sample cannot be read twice.
-    """
-    if sample is None:
-        return islice(read_documents(inputs, limit=limit), first)
-    for path in (source.path for source in inputs):
-        if path == STDIN or Path(path).is_fifo():
-            raise ConfigError(
-                f"a sample is drawn by reading the inputs twice, and {path} cannot be; write it to a file first"
-            )
-    count = sum(1 for _ in read_documents(inputs, limit=limit))
-    drawn = set(random.Random(seed).sample(range(count), min(sample, count)))
-    chosen = (document for i, document in enumerate(read_documents(inputs, limit=limit)) if i in drawn)
-    return islice(chosen, first)
 
 
 @dataclass(slots=True)
