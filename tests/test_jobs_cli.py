@@ -137,7 +137,7 @@ def test_an_output_that_ends_in_parquet_is_one(summarize, docs):
         (["a.txt", "--prompt-file", "gone.txt"], "gone.txt: No such file"),
         (["a.txt", "--job", "gone.toml"], "job gone.toml: No such file"),
         (["a.txt", "--sample", "3"], "sample was removed: --limit takes the first documents"),
-        (["a.txt", "--pool", "gone.lkp"], "gone.lkp: "),
+        (["a.txt", "--pool", "gone.lkp"], "pool gone.lkp: no such file; a job no longer collects its outputs in one"),
         (["a.txt", "--pool", "b.txt"], "b.txt: not a pool file"),
         (["s3x://bucket/a.txt"], "s3x://bucket/a.txt: cannot be read: Protocol not known: s3x"),
     ],

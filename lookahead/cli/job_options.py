@@ -103,6 +103,11 @@ class JobOptions(DocumentOptions, SummaryOptions):
             for path in (self.output, self.rejects):
                 if other is not None and path is not None and os.path.realpath(other) == os.path.realpath(path):
                     raise ConfigError(f"{name} {other} cannot be a file that the job writes results or rejects to")
+        if self.pool is not None and not os.path.exists(self.pool):
+            raise ConfigError(
+                f"pool {self.pool}: no such file; a job no longer collects its outputs in one: 'lookahead pool build' "
+                "and 'lookahead pool add' take the summaries of results, with --field summary"
+            )
         if self.retry_rejects and not self.resume:
             raise ConfigError("--retry-rejects repeats the failed documents of an earlier run; it needs --resume")
         if self.dry_run and self.resume:
