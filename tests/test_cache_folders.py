@@ -9,6 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -17,7 +20,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lookahead.cli.app import app
-from lookahead.errors import UnsupportedModelError
+from lookahead.utils import cache_folders
+from lookahead.utils.cache_folders import temporary_folder, writable_folder
 from lookahead.utils.jit import _CacheFile, compiled_files
 from lookahead.utils.sources import source_files
 
@@ -25,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 NOWHERE = f"{os.devnull}/none"  # no user can make a folder there, root neither
 SCRIPT = """
-import json
+import json, tempfile, sys
+tempfile.tempdir = sys.argv[1]
 import numpy as np
 import lookahead.drafting.tree, lookahead.ngram.chain_proposer
 from lookahead.ngram.hit_rates import children_along
@@ -47,23 +52,33 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(package: Path, **variables: str) -> tuple[str | None, int, list[str]]:
+def run(package: Path, temporary: Path | str, **variables: str) -> tuple[str | None, int, list[str]]:
     """Where a process caches a function, how often it found it there, and the lines of its warnings."""
     kept = {name: value for name, value in os.environ.items() if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
     environment = {**kept, "HOME": NOWHERE, "PYTHONPATH": str(package), **variables}
-    command = [sys.executable, "-c", SCRIPT]
+    command = [sys.executable, "-c", SCRIPT, str(temporary)]
     done = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, check=True)
     module, path, hits = json.loads(done.stdout)
     assert Path(module).is_relative_to(package)
     return path, hits, [line for line in done.stderr.splitlines() if "Warning: " in line]
 
 
+def test_compiled_functions_have_a_private_temporary_cache_where_nothing_can_be_written(
+    package: Path, tmp_path: Path
+) -> None:
+    path, hits, said = run(package, tmp_path)
+    assert path is not None and Path(path).is_relative_to(tmp_path) and hits == 0
+    assert len(said) == 1 and "set NUMBA_CACHE_DIR to a folder that can be written" in said[0]
+    assert next(tmp_path.iterdir()).stat().st_mode & 0o077 == 0
+    assert run(package, tmp_path) == (path, 1, said)  # the next process finds them
+
+
 def test_code_is_compiled_again_once_a_file_with_parts_of_it_changed(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "lookahead", tmp_path / "lookahead", ignore=shutil.ignore_patterns("__pycache__"))
-    hits = [run(tmp_path)[1] for _ in range(2)]
+    hits = [run(tmp_path, NOWHERE)[1] for _ in range(2)]
     with (tmp_path / "lookahead" / "ngram" / "prune.py").open("a") as other:
         other.write("# another part\n")
-    assert [*hits, run(tmp_path)[1]] == [0, 1, 0]
+    assert [*hits, run(tmp_path, NOWHERE)[1]] == [0, 1, 0]
 
 
 def test_the_first_compilation_of_this_package_is_told_once(tmp_path: Path) -> None:
@@ -208,12 +223,12 @@ def test_code_that_cannot_be_kept_is_no_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_the_user_names_is_used_without_a_word(package: Path, tmp_path: Path) -> None:
-    path, _, said = run(package, NUMBA_CACHE_DIR=str(tmp_path))
+    path, _, said = run(package, NOWHERE, NUMBA_CACHE_DIR=str(tmp_path))
     assert path is not None and Path(path).is_relative_to(tmp_path) and said == []
 
 
 def test_without_any_folder_functions_are_compiled_without_a_cache(package: Path) -> None:
-    path, hits, said = run(package, NUMBA_CACHE_DIR=NOWHERE)
+    path, hits, said = run(package, NOWHERE, NUMBA_CACHE_DIR=NOWHERE)
     assert (path, hits) == (None, 0)
     assert len(said) == 1 and "every process compiles them" in said[0] and "set NUMBA_CACHE_DIR" in said[0]
 
@@ -231,20 +246,60 @@ def test_every_function_is_compiled_by_the_decorators_that_find_a_cache() -> Non
     assert [each for each in offenders if not each.startswith("jit.py: ")] == []
 
 
-def test_a_gguf_file_is_refused_where_the_cache_folder_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for temporary files, of which nothing was said yet."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    temporary_folder.cache_clear()
+    yield tmp_path
+    temporary_folder.cache_clear()
+
+
+def test_a_cache_folder_that_cannot_be_written_is_replaced_with_one_warning(temporary: Path) -> None:
+    with pytest.warns(UserWarning, match=f"converted models are kept in .*; let {NOWHERE} be written .*XDG_CACHE_HOME"):
+        folder = writable_folder(Path(NOWHERE), "converted models")
+    assert folder.is_relative_to(temporary)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert writable_folder(Path(NOWHERE), "converted models") == folder
+        assert writable_folder(temporary / "own" / "cache", "converted models") == temporary / "own" / "cache"
+
+
+def test_a_temporary_folder_that_another_user_could_write_is_not_used(temporary: Path) -> None:
+    folder = cache_folders._private_folder()
+    assert cache_folders._private_folder() == folder
+    folder.chmod(0o770)
+    assert cache_folders._private_folder() != folder
+    folder.chmod(0o700)
+    assert cache_folders._private_folder() == folder
+    if os.getuid() == 0:
+        os.chown(folder, 12345, -1)
+        assert cache_folders._private_folder() != folder
+    folder.rmdir()
+    (temporary / "open").mkdir()
+    folder.symlink_to(temporary / "open")
+    assert cache_folders._private_folder() != folder
+    folder.unlink()
+    folder.write_text("a file")
+    assert cache_folders._private_folder() != folder
+
+
+def test_a_gguf_file_is_converted_where_the_cache_folder_cannot_be_written(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gguf")
     from lookahead.loading.gguf_files import convert_once
     from tests.support.tiny_gguf import write_gguf
 
     monkeypatch.setenv("XDG_CACHE_HOME", NOWHERE)
-    with pytest.raises(UnsupportedModelError, match=f"kept in {NOWHERE}/.* cannot be written .*set XDG_CACHE_HOME"):
-        convert_once(write_gguf(tmp_path / "tiny.gguf"))
+    file, said = write_gguf(temporary / "tiny.gguf"), list[str]()
+    with pytest.warns(UserWarning, match="converted models are kept in"):
+        folder = convert_once(file, said.append)
+    assert folder.is_relative_to(temporary) and convert_once(file, said.append) == folder and len(said) == 1
 
 
 def test_a_command_runs_where_the_cache_folder_cannot_be_written(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    temporary: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", NOWHERE)
     words = ["generate", "abab", "--model", str(model_folder), "--device", "cpu", "--max-new-tokens", "4"]

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -25,6 +25,7 @@ from platformdirs import user_cache_path
 from lookahead.errors import UnsupportedModelError, first_line
 from lookahead.loading.checkpoints import auto_class, load_weights, no_bars
 from lookahead.loading.gguf_metadata import check_metadata
+from lookahead.utils.cache_folders import writable_folder
 from lookahead.utils.locks import locked
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def kept_models() -> Path:
 def kept_once(file: Path, kind: object, make: Callable[[Path], None]) -> Path:
     """The folder of something derived from a GGUF file, which is made unless an earlier call did.
 
-    The folder is in the platform's cache folder. A lock makes other processes wait for the one that makes it.
+    The folder is in the platform's cache folder, or in a temporary one if that is not writable. A lock makes other
+    processes wait for the one that makes it.
 
     Args:
         file: The file; the name of the folder contains a hash of it.
@@ -67,7 +69,7 @@ def kept_once(file: Path, kind: object, make: Callable[[Path], None]) -> Path:
         make: Makes the contents in a folder that does not exist yet.
 
     Raises:
-        UnsupportedModelError: A package that reads GGUF files is missing, or the cache folder cannot be written.
+        UnsupportedModelError: A package that reads GGUF files is missing.
     """
     kept = kept_models()
     folder = kept / f"{file.stem}-{kind}-{_hash_of(file)[:16]}"
@@ -79,14 +81,7 @@ def kept_once(file: Path, kind: object, make: Callable[[Path], None]) -> Path:
             f"model {file.name} is a GGUF file, and reading it needs {' and '.join(missing)}: "
             "pip install 'lookahead-decoding[gguf]'"
         )
-    try:
-        kept.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=kept).close()
-    except OSError as error:
-        raise UnsupportedModelError(
-            f"model {file.name} is kept in {kept}, which cannot be written ({error.strerror}); set XDG_CACHE_HOME to a "
-            "folder that can"
-        ) from error
+    folder = writable_folder(kept, "converted models") / folder.name
     with locked(folder, timeout_s=-1), no_bars():  # a large model takes minutes
         if not folder.is_dir():
             for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):  # left by a killed process

@@ -82,6 +82,7 @@ def load(
         ConfigError: The dtype is unknown, the device does not exist, or the weights cannot be quantized this way.
         UnsupportedModelError: There is no such model, it is not a supported language model, or one of its tensors is
             missing, unexpected or of another shape.
+        OSError: Neither the cache folder nor a temporary folder is writable.
     """
     name = DEFAULT_MODEL if model is None else os.fspath(model)
     location, is_local = locate_model(name)
@@ -120,24 +121,28 @@ def load_default() -> LoadedModel:
 
 def load_config(model: str) -> PretrainedConfig:
     """The configuration of a model, named as in `load`."""
-    config: PretrainedConfig = _load_part("AutoConfig", model, ("config.json",))
+    location, is_local = locate_model(model)
+    location = prepare_files(location)
+    from transformers import AutoConfig
+
+    with _loading(f"model {model!r}"):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            location, local_files_only=is_local, trust_remote_code=False
+        )
     return config
 
 
 def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
     """Load only a tokenizer, named as in `load`; a folder may hold a tokenizer without a model."""
-    tokenizer: PreTrainedTokenizerBase = _load_part("AutoTokenizer", model, TOKENIZER_FILES)
-    return tokenizer
-
-
-def _load_part(kind: str, model: str, files: Sequence[str]) -> Any:
-    """What a class of transformers loads from the location of a model, which must hold one of `files`."""
-    location, is_local = locate_model(model, files)
+    location, is_local = locate_model(model, TOKENIZER_FILES)
     location = prepare_files(location)
-    import transformers
+    from transformers import AutoTokenizer
 
-    with _loading(f"model {model!r}"):
-        return getattr(transformers, kind).from_pretrained(location, local_files_only=is_local, trust_remote_code=False)
+    with _loading(f"the tokenizer of {model!r}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            location, local_files_only=is_local, trust_remote_code=False
+        )
+    return tokenizer
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Numba's decorators with an on-disk cache that is safe for concurrent processes.
+"""Numba's decorators with an on-disk cache that is safe for concurrent processes and has a fallback folder.
 
 Numba numbers the cache files of a function, and writes its index without a lock. If two processes compile a function
 concurrently for different types, one can load the code of the other. Here every cache file has a unique name, and an
@@ -32,6 +32,7 @@ import numba
 from numba.core import bytecode, caching, sigutils
 from numba.core.ccallback import CFunc
 
+from lookahead.utils.cache_folders import temporary_folder
 from lookahead.utils.locks import locked
 from lookahead.utils.sources import source_files, sources_digest
 
@@ -43,6 +44,7 @@ _NumbasCache: Any = caching.FunctionCache
 _NumbasFile: Any = caching.IndexDataCacheFile
 _NumbasIdentity: Any = bytecode.FunctionIdentity
 _log = logging.getLogger(__name__)
+_REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written"
 
 
 def _number_apart() -> None:
@@ -123,23 +125,20 @@ class _Cache(_NumbasCache):  # type: ignore[misc]
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:
-    """The cache of a function; None, with a warning, if Numba finds no folder for it that can be written.
+    """The cache of a function; None if there is no folder for it.
 
-    It looks for `NUMBA_CACHE_DIR`, `__pycache__` next to the source, and the user's cache folder.
+    Numba looks for a writable folder: `NUMBA_CACHE_DIR`, `__pycache__` next to the source, and the user's cache folder.
     """
     try:
         return _Cache(function)
     except RuntimeError as error:
         if _NO_FOLDER not in str(error):
             raise
-    _warn_of_no_folder()
-    return None
-
-
-@functools.cache
-def _warn_of_no_folder() -> None:
-    remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
-    warnings.warn(f"compiled functions are not kept, so every process compiles them; {remedy}", stacklevel=2)
+    folder = _temporary_cache()
+    if folder is None:
+        return None
+    numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
+    return _Cache(function)
 
 
 def njit(**options: Any) -> Any:
@@ -167,3 +166,15 @@ def cfunc(signature: Any, **options: Any) -> Any:
         return compiled
 
     return decorate
+
+
+@functools.cache
+def _temporary_cache() -> str | None:
+    """The folder of the temporary cache; None, with a warning, if there is none."""
+    try:
+        return str(temporary_folder("compiled functions", _REMEDY))
+    except OSError as error:
+        warnings.warn(
+            f"compiled functions are not kept, so every process compiles them: {error}; {_REMEDY}", stacklevel=2
+        )
+        return None
