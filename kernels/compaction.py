@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lookahead.kernels.dispatch import MAX_NODES, check_tensor, require, slots_unsupported_reason
 from lookahead.utils.addresses import KeepsAddresses
 
 _WORD = 4  # bytes
@@ -19,20 +18,14 @@ _LEAST_NODES = 16  # most paths are short and share one compiled variant
 
 
 class SlotBuffers(KeepsAddresses):
-    """The KV buffers of all layers, `[rows, capacity, …]` on one device, by address; valid while the buffers live.
-
-    Raises ValueError for buffers that `lookahead.kernels.dispatch.slots_unsupported_reason` rejects.
-    """
+    """The KV buffers of all layers, `[rows, capacity, …]` on one device, by address; valid while the buffers live."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
-        problem = slots_unsupported_reason(buffers)
-        require(problem is None, str(problem))
-        self.capacity = buffers[0].shape[1]
-        self.device = buffers[0].device
+        self.capacity, device = buffers[0].shape[1], buffers[0].device
         sizes = [math.prod(buffer.shape[2:]) * buffer.element_size() // _WORD for buffer in buffers]
         self.largest = max(sizes)
-        self.addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64).to(self.device)
-        self.sizes = torch.tensor(sizes, dtype=torch.int32).to(self.device)
+        self.addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64).to(device)
+        self.sizes = torch.tensor(sizes, dtype=torch.int32).to(device)
 
 
 @triton.jit(
@@ -70,17 +63,9 @@ def compact(buffers: SlotBuffers, *, rows: Tensor, starts: Tensor, counts: Tenso
         rows: int32 `[n]`, distinct.
         starts: int32 `[n]`; the slot of each row's root.
         counts: int32 `[n]`; nodes on each path, up to width.
-        paths: int32 `[n, width]`, width up to 256; ascending nodes, counted from the root.
-
-    Raises:
-        ValueError: An argument is not as described; the message names it.
+        paths: int32 `[n, width]`; ascending nodes, counted from the root.
     """
-    right = paths.dim() == 2 and 0 < paths.shape[1] <= MAX_NODES
-    require(right, f"paths must be [n, 1 … {MAX_NODES}], got {tuple(paths.shape)}")
     count, width = paths.shape
-    for name, tensor in (("rows", rows), ("starts", starts), ("counts", counts)):
-        check_tensor(name, tensor, (count,), torch.int32, buffers.device)
-    check_tensor("paths", paths, (count, width), torch.int32, buffers.device)
     if count == 0:
         return
     columns = triton.cdiv(buffers.largest, _BLOCK_WORDS)

@@ -115,7 +115,7 @@ def attention_for(
             the test found it at least as fast as torch's attention.
         later: Options that later calls will have; their variant is tested along with this one.
     """
-    if not runs_on(query.device) or unsupported_reason(query, keys, values) is not None:
+    if not (runs_on(query.device) and is_supported(query, keys, values)):
         return None
     from lookahead.kernels.tree_attention import bind
 
@@ -147,7 +147,7 @@ def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
     verdict = verdicts.get(variant)
     if verdict is None:
         wanted[variant] = None
-    if verdict is None or verdict.problem or slots_unsupported_reason(buffers) is not None:
+    if verdict is None or verdict.problem or not takes_slots(buffers):
         return None
     from lookahead.kernels.compaction import SlotBuffers, compact
 
@@ -273,104 +273,39 @@ def _behind_prefix(packed: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     return torch.addcmul(out, weights[..., -1:], before).to(value.dtype)
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition` holds."""
-    if not condition:
-        raise ValueError(message)
+def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether the attention kernel supports tensors of the shapes in `attention_for`."""
+    (rows, heads, width, dim), (_, slots, kv_heads, _) = query.shape, values.shape
+    return (
+        all(each.dtype == query.dtype and each.device == query.device for each in (keys, values))
+        and query.dtype in DTYPES
+        and all(map(_is_aligned, (query, keys, values)))
+        and keys.shape == (rows, slots, kv_heads, dim)
+        and heads % kv_heads == 0
+        and width <= min(MAX_NODES, slots)
+    )
 
 
-def unsupported_reason(query: Tensor, keys: Tensor, values: Tensor) -> str | None:
-    """Why the attention kernel does not support these tensors, or None if it does."""
-    dtype, device = query.dtype, query.device
-    for name, tensor in (("query", query), ("keys", keys), ("values", values)):
-        shape, steps = tensor.shape, tensor.stride()
-        if len(shape) != 4:
-            return f"{name} must have 4 dimensions, got shape {tuple(shape)}"
-        if tensor.dtype != dtype or dtype not in DTYPES:
-            return f"{name} must be bfloat16, float16 or float32, and all three alike, got {tensor.dtype}"
-        if tensor.device != device:
-            return f"{name} must be on the device of query, {device}, got {tensor.device}"
-        if not 0 < shape[3] <= MAX_DIM or shape[3] % _DIM_STEP:
-            return f"the head size of {name} must be a multiple of {_DIM_STEP} up to {MAX_DIM}, got {shape[3]}"
-        if steps[3] != 1:
-            return f"the head elements of {name} must be adjacent, got strides {steps}"
-        for size, step in zip(shape, steps[:3], strict=False):
-            if size > 1 and step % _DIM_STEP:
-                return f"the strides of {name} must be multiples of {_DIM_STEP} elements, got {steps}"
-        if tensor.data_ptr() % _ALIGNMENT:
-            return f"{name} must start at a multiple of {_ALIGNMENT} bytes, got address {tensor.data_ptr():#x}"
-    if not 0 < query.shape[2] <= MAX_NODES:
-        return f"query must hold 1 to {MAX_NODES} nodes, got {query.shape[2]}"
-    rows, heads, width, dim = query.shape
-    _, slots, kv_heads, _ = keys.shape
-    if keys.shape != (rows, slots, kv_heads, dim):
-        return f"keys must be [rows {rows}, slots, kv_heads, dim {dim}] as query says, got {tuple(keys.shape)}"
-    if values.shape[:3] != keys.shape[:3]:
-        return f"values must agree with keys, {tuple(keys.shape)}, up to the head size, got {tuple(values.shape)}"
-    if kv_heads == 0 or heads == 0 or heads % kv_heads:
-        return f"the {heads} heads of query must be a multiple of the {kv_heads} heads of keys"
-    if slots < width:
-        return f"keys must hold at least the {width} nodes of query, got {slots} slots"
-    return None
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether heads have a supported size, and all start where the kernel can copy 16 bytes at once."""
+    size, steps = tensor.shape[3], tensor.stride()
+    return (
+        size <= MAX_DIM
+        and size % _DIM_STEP == 0
+        and steps[3] == 1
+        and not any(step % _DIM_STEP for count, step in zip(tensor.shape, steps[:3], strict=False) if count > 1)
+        and tensor.data_ptr() % _ALIGNMENT == 0
+    )
 
 
-def slots_unsupported_reason(buffers: Sequence[Tensor]) -> str | None:
-    """Why the compaction kernel does not support KV buffers `[rows, capacity, …]`, or None if it does."""
-    if not buffers:
-        return "buffers must hold at least one buffer, got none"
-    like, device = buffers[0].shape[:2], buffers[0].device
-    for index, buffer in enumerate(buffers):
-        if buffer.shape[:2] != like or buffer.device != device or not buffer.is_contiguous():
-            wanted = f"buffer {index} must be contiguous [{like[0]}, {like[1]}, …] on {device}"
-            return f"{wanted}, got {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
-        size = math.prod(buffer.shape[2:]) * buffer.element_size()
-        if size == 0 or size % _ALIGNMENT or buffer.data_ptr() % _ALIGNMENT:
-            wanted = f"buffer {index} must start at, and its slots take, a multiple of {_ALIGNMENT} bytes"
-            return f"{wanted}, got address {buffer.data_ptr():#x} and {size} bytes a slot"
-    return None
-
-
-def check_tree(
-    query: Tensor, lengths: Tensor, nodes: Tensor, depths: Tensor, words: Tensor, sinks: Tensor | None = None
-) -> None:
-    """Check the tensors that describe trees, and sinks. Values are not read, which would synchronize with the device.
-
-    Args:
-        query: `[rows, heads, width, dim]`; the others are on its device.
-        lengths: int32 `[rows]`.
-        nodes: int32 `[rows]`.
-        depths: int32 `[rows, width]`.
-        words: int64 `[rows, width, ceil(width / 64)]`.
-        sinks: Floating point `[heads]`, or None.
-
-    Raises:
-        ValueError: A tensor is not as described; the message names it.
-    """
-    (rows, heads, width, _), device = query.shape, query.device
-    check_tensor("lengths", lengths, (rows,), torch.int32, device)
-    check_tensor("nodes", nodes, (rows,), torch.int32, device)
-    check_tensor("depths", depths, (rows, width), torch.int32, device)
-    check_tensor("words", words, (rows, width, math.ceil(width / 64)), torch.int64, device)
-    if sinks is not None:
-        check_tensor("sinks", sinks, (heads,), sinks.dtype, device)
-        require(sinks.is_floating_point(), f"sinks must be floating-point numbers, got {sinks.dtype}")
-
-
-def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Check one tensor.
-
-    Args:
-        name: Its name in the message.
-        tensor: The tensor.
-        shape: The shape that it must have.
-        dtype: The dtype that it must have.
-        device: The device that it must be on.
-
-    Raises:
-        ValueError: One of these differs, or the tensor is not contiguous.
-    """
-    if tensor.shape == shape and tensor.dtype == dtype and tensor.device == device and tensor.is_contiguous():
-        return
-    wanted = f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {device}"
-    got = f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
-    raise ValueError(f"{wanted}, got {got}")
+def takes_slots(buffers: Sequence[Tensor]) -> bool:
+    """Whether the compaction kernel supports KV buffers `[rows, capacity, …]`."""
+    like = buffers[0].shape[:2], buffers[0].device
+    sizes = [math.prod(buffer.shape[2:]) * buffer.element_size() for buffer in buffers]
+    return all(
+        (buffer.shape[:2], buffer.device) == like
+        and buffer.is_contiguous()
+        and size > 0
+        and size % _ALIGNMENT == buffer.data_ptr() % _ALIGNMENT == 0
+        for buffer, size in zip(buffers, sizes, strict=True)
+    )

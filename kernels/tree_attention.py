@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -12,7 +11,7 @@ import triton
 from torch import Tensor
 
 from lookahead.kernels.attend import attend, merge
-from lookahead.kernels.dispatch import KernelVariant, check_tree, require, unsupported_reason, variant_of
+from lookahead.kernels.dispatch import KernelVariant, variant_of
 
 TRITON_VERSION: str = triton.__version__
 _LOG2E = 1.4426950408889634
@@ -99,28 +98,14 @@ def tree_attention(
 
     Returns:
         `[rows, width, heads, value_dim]`, contiguous, in the dtype of `query`.
-
-    Raises:
-        ValueError: An argument is not as described; the message names it.
     """
-    problem = unsupported_reason(query, keys, values)
-    require(problem is None, str(problem))
-    require(query.is_cuda or _interprets(), f"query must be on a CUDA device, got {query.device}")
-    check_tree(query, lengths, nodes, depths, words, sinks)
-    options = {"scaling": scaling, "softcap": softcap, "window": window, "chunk": chunk}
-    for name, number in options.items():
-        wanted = number is None or 0 < number < math.inf
-        require(wanted, f"{name} must be above 0 and finite, or None, got {number}")
-    require(split is None or (split > 0 and split % 64 == 0), f"split must be a multiple of 64, got {split}")
-    launch = bind(query, keys, values, {**options, "sinks": sinks, "split": split})
+    options = {"scaling": scaling, "softcap": softcap, "window": window, "chunk": chunk, "sinks": sinks, "split": split}
+    launch = bind(query, keys, values, options)
     return launch(query, keys, values, lengths=lengths, nodes=nodes, depths=depths, words=words, sinks=sinks)
 
 
 def bind(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> Callable[..., Tensor]:
-    """`tree_attention` for these shapes and strides, with the options of `dispatch.attention_for`, and "split".
-
-    The returned function does not check its arguments.
-    """
+    """`tree_attention` for these shapes and strides, with the options of `dispatch.attention_for`, and "split"."""
     scaling, softcap, window, chunk, split = map(options.get, ("scaling", "softcap", "window", "chunk", "split"))
     rows, heads, width, dim = query.shape
     _, slots, kv_heads, value_dim = values.shape

@@ -72,16 +72,21 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     told: Counter[str] = Counter()
 
     def attention(query: Tensor, keys: Tensor, values: Tensor, **arguments: Any) -> Tensor:
-        tree = {name: arguments[name] for name in ("lengths", "nodes", "depths", "words")}
-        dispatch.check_tree(query, **tree, sinks=arguments["sinks"])
+        (rows, heads, width, _), sinks = query.shape, arguments["sinks"]
+        shapes = {"lengths": (rows,), "nodes": (rows,), "depths": (rows, width)}
+        shapes["words"] = rows, width, -(-width // 64)
+        for name, shape in shapes.items():
+            tensor, dtype = arguments[name], torch.int64 if name == "words" else torch.int32
+            assert (tensor.shape, tensor.dtype, tensor.device) == (shape, dtype, query.device), name
+            assert tensor.is_contiguous(), name
+        assert sinks is None or (sinks.shape == (heads,) and sinks.is_floating_point())
         told.update(name for name, argument in arguments.items() if argument is not None)
         return reference.tree_attention(query, keys, values, **arguments, dtype=torch.float32).to(query.dtype)
 
     def attention_for(
         query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any], *how: Any
     ) -> Callable[..., Tensor]:
-        problem = dispatch.unsupported_reason(query, keys, values)
-        assert problem is None, problem
+        assert dispatch.is_supported(query, keys, values)
 
         def announced(*tensors: Tensor, sinks: Tensor | None, **tree: Tensor) -> Tensor:
             # Chosen for one layer, it serves all that are alike; sinks are a layer's own.
@@ -91,7 +96,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return announced
 
     def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None]:
-        assert dispatch.slots_unsupported_reason(buffers) is None
+        assert dispatch.takes_slots(buffers)
         told["bindings"] += 1
 
         def compact(**plan: Tensor) -> None:
@@ -290,10 +295,36 @@ def test_commits_by_compaction_leave_the_cache_that_moving_each_layer_leaves(
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("heads", "width", "dim", "dtype", "slots", "start"),
+    [
+        pytest.param(4, 3, 72, torch.half, 300, 0, id="head size"),
+        pytest.param(4, 257, 64, torch.half, 300, 0, id="nodes"),
+        pytest.param(4, 3, 64, torch.double, 300, 0, id="double precision"),
+        pytest.param(3, 3, 64, torch.half, 300, 0, id="heads"),
+        pytest.param(4, 3, 64, torch.half, 2, 0, id="slots"),
+        pytest.param(4, 3, 64, torch.half, 300, 1, id="alignment"),
+    ],
+)
+def test_the_kernel_takes_no_tensors_of_other_forms(heads, width, dim, dtype, slots, start) -> None:
+    def is_supported(heads, width, dim, dtype, slots, start) -> bool:
+        keys = torch.zeros(2 * slots * 2 * dim + start, dtype=dtype)[start:].view(2, slots, 2, dim)
+        return dispatch.is_supported(torch.zeros(2, heads, width, dim, dtype=dtype), keys, keys)
+
+    assert is_supported(4, 3, 64, torch.half, 300, 0)
+    assert not is_supported(heads, width, dim, dtype, slots, start)
+
+
+def test_compaction_takes_aligned_buffers_of_one_shape() -> None:
+    buffers = [torch.zeros(2, 8, 1, 8), torch.zeros(2, 8, 2, 8)]
+    assert dispatch.takes_slots(buffers)
+    for other in (torch.zeros(2, 9, 1, 8), torch.zeros(2, 8, 1, 3), torch.zeros(2, 8, 2, 8).transpose(2, 3)):
+        assert not dispatch.takes_slots([*buffers, other])
+
+
 def test_prompts_and_models_the_kernel_cannot_take_stay_with_sdpa(tiny_llama: LlamaForCausalLM) -> None:
     odd = torch.zeros(1, 4, 3, 24)
     assert dispatch.attention_for(odd, odd.transpose(1, 2), odd.transpose(1, 2), {}) is None
-    assert "head size of query must be a multiple of 16" in str(dispatch.unsupported_reason(odd, odd, odd))
     ids = torch.tensor([[5, 9, 31, 5, 9]])
     expected = tiny_llama.generate(ids, max_new_tokens=9, do_sample=False)
     got = tiny_llama.generate(ids, max_new_tokens=9, do_sample=False, custom_generate=lookahead.decode)

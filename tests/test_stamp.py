@@ -14,10 +14,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead.decoding.conversation import Conversation
-from lookahead.kernels.content_digest import digests
+from lookahead.model import stamp
 from lookahead.model.call_caches import CACHE
 from lookahead.model.model_state import recognise, state_of
-from lookahead.model.stamp import digest_of, modules_of, stamp_of
+from lookahead.model.stamp import ContentTable, digest_of, modules_of, stamp_of
 from tests.support.families import FAMILIES, build
 
 DOCUMENT = [*range(5, 85)]
@@ -240,19 +240,15 @@ def test_modules_are_those_of_torch_whatever_is_shared_or_missing() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 31])
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 16])
-def test_every_row_and_every_column_has_a_sample(rows: int, width: int) -> None:
-    array = np.zeros((rows, width), np.int64)
-    table = np.array([[array.ctypes.data, rows, width, width]])
-    before = digests(table)
-    sampled = np.zeros_like(array, bool)
+def test_every_row_and_every_column_has_a_sample(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stamp, "_WHOLE", 0)
+    array = torch.zeros(rows, width, dtype=torch.int64)
+    table = ContentTable.of([array], reads_all=False)
+    before = table.contents([array])
+    sampled = torch.zeros_like(array, dtype=torch.bool)
     for place in np.ndindex(*array.shape):
         array[place] = 1
-        sampled[place] = digests(table) != before
+        sampled[place] = table.contents([array]) != before
         array[place] = 0
     assert sampled.any(1).all() and sampled.any(0).all()
     assert sampled.sum() == max(rows, width)
-
-
-def test_a_table_of_another_form_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"int64 \[arrays, 4\], got int32"):
-        digests(np.zeros((1, 4), np.int32))

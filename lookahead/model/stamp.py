@@ -8,6 +8,7 @@ large matrices on a CPU a word of 8 bytes of every row and of every column, and 
 
 from __future__ import annotations
 
+import ctypes
 import marshal
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,6 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lookahead.kernels.content_digest import WORD, digests
 from lookahead.model.known_code import (
     AROUND,
     arithmetic_flags,
@@ -41,6 +41,7 @@ STANDARD = (frozenset(vars(nn.Module())) - {"training"}) | {
 nothing else than weights."""
 _NUMBERS = int, float, np.generic
 _COUNTED = "max_seq_len_cached"  # of rotary embeddings, whose frequencies are a buffer
+_WORD = 8  # bytes
 _WHOLE_MODEL = 1 << 24  # bytes of weights, up to which every byte is read
 _WHOLE = 1 << 15  # the same of one array
 _SAMPLES = 1024  # numbers of an array that is not on a CPU, or not contiguous
@@ -203,14 +204,14 @@ class ContentTable(NamedTuple):
     Attributes:
         ids: The `id` of each.
         places: The address and the bytes of each, 0 for what is not plain memory.
-        rows: int64 `[tensors, 4]`, for `digests`.
+        views: Views of the memory of each that are read; empty for what is not plain memory.
         is_whole: Whether all bytes of a tensor are read, so that no trace of a write is needed.
-        odd: The tensors that `digests` cannot read, or not to the last byte.
+        odd: The tensors whose views are empty, or leave out their last bytes.
     """
 
     ids: list[int]
     places: list[tuple[int, int]]
-    rows: NDArray[np.int64]
+    views: list[list[NDArray[np.uint64]]]
     is_whole: list[bool]
     odd: list[int]
 
@@ -221,19 +222,19 @@ class ContentTable(NamedTuple):
         """The table of tensors; with `reads_all` all bytes of a small model are read, not only of its small arrays."""
         reads_all = reads_all and sum(each.nbytes for each in tensors) <= _WHOLE_MODEL
         limit = _WHOLE_MODEL if reads_all else _WHOLE
-        rows, is_whole, odd = list[tuple[int, int, int, int]](), list[bool](), list[int]()
+        views, is_whole, odd = list[list[NDArray[np.uint64]]](), list[bool](), list[int]()
         for at, tensor in enumerate(tensors):
             tensor = _in_order(tensor)
             is_readable = _is_memory(tensor) and tensor.is_contiguous()
             is_whole.append(is_readable and tensor.nbytes <= limit)
-            rows.append(_row_of(tensor, is_whole=is_whole[-1]) if is_readable else (0, 0, 1, 1))
-            if not is_readable or tensor.nbytes % WORD:
+            views.append(_views_of(tensor, is_whole=is_whole[-1]) if is_readable else [])
+            if not is_readable or tensor.nbytes % _WORD:
                 odd.append(at)
-        return cls([*map(id, tensors)], list(places), np.array(rows, np.int64).reshape(-1, 4), is_whole, odd)
+        return cls([*map(id, tensors)], list(places), views, is_whole, odd)
 
     def contents(self, tensors: Sequence[Tensor]) -> list[int]:
         """The digests of the tensors."""
-        found: list[int] = digests(self.rows).tolist()
+        found = [_digest_of(views) for views in self.views]
         if self.odd:
             for at, digest in zip(self.odd, _digests_of_samples([tensors[at] for at in self.odd]), strict=True):
                 found[at] ^= digest
@@ -249,13 +250,33 @@ class ContentTable(NamedTuple):
 _tables: WeakKeyDictionary[Any, ContentTable] = WeakKeyDictionary()  # the newest of every model
 
 
-def _row_of(tensor: Tensor, *, is_whole: bool) -> tuple[int, int, int, int]:
-    """A row of the table of `digests`: all words, or one word of every row of the last dimension."""
-    words, size = tensor.nbytes // WORD, tensor.shape[-1] * tensor.itemsize if tensor.dim() > 1 else 0
-    if is_whole or not words:
-        return tensor.data_ptr(), words, 1, 1
-    width = size // WORD if size and size % WORD == 0 else _WHOLE // WORD
-    return tensor.data_ptr(), words // width, width, width
+def _views_of(tensor: Tensor, *, is_whole: bool) -> list[NDArray[np.uint64]]:
+    """Views of all words of a tensor, or of one word of every row of the last dimension, and of every column of words.
+
+    The latter are the diagonals of the squares into which a matrix is cut along its longer side. The views keep no
+    memory alive.
+    """
+    count, size = tensor.nbytes // _WORD, tensor.shape[-1] * tensor.itemsize if tensor.dim() > 1 else 0
+    if not count:
+        return []
+    memory: Any = (ctypes.c_uint64 * count).from_address(tensor.data_ptr())
+    words: NDArray[np.uint64] = np.frombuffer(memory, np.uint64)
+    if is_whole:
+        return [words]
+    width = size // _WORD if size and size % _WORD == 0 else _WHOLE // _WORD
+    rows = count // width
+    matrix = words[: rows * width].reshape(rows, width)
+    longer = matrix if rows > width else matrix.T
+    side = longer.shape[1]
+    whole = len(longer) // side * side
+    return [longer[:whole].reshape(-1, side, side).diagonal(axis1=1, axis2=2), longer[whole:].diagonal()]
+
+
+def _digest_of(views: Sequence[NDArray[np.uint64]]) -> int:
+    digest = xxhash.xxh3_64()
+    for view in views:
+        digest.update(np.ascontiguousarray(view).data)
+    return digest.intdigest()
 
 
 def _in_order(tensor: Tensor) -> Tensor:
@@ -294,7 +315,7 @@ def _samples_of(tensor: Tensor) -> list[Tensor]:
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [sample for part in parts if isinstance(part, Tensor) for sample in _samples_of(part)]
     flat = _in_order(tensor).detach().flatten()
-    parts = [flat[:: -(-len(flat) // _SAMPLES)], flat[-WORD:]]
+    parts = [flat[:: -(-len(flat) // _SAMPLES)], flat[-_WORD:]]
     return [part.contiguous().view(torch.uint8) for part in parts]
 
 

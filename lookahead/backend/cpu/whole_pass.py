@@ -213,10 +213,8 @@ def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope, threads: di
     if decoder is None or [name_of(model), name_of(decoder)] != [(file, name) for name in names]:
         return f"it is no {names[0]} of transformers"
     held, norm, head = decoder._modules.get("layers"), decoder._modules.get("norm"), model._modules.get("lm_head")
-    if type(held) is not nn.ModuleList or len(held) != len(layers):
-        return "some of its layers are not fused"
-    if not all(map(is_, held, (parts.layer for parts in layers))):
-        return "its layers have another order"
+    if type(held) is not nn.ModuleList or [*held] != [parts.layer for parts in layers]:
+        return "some of its layers are not fused, or have another order"
     owners = (model, decoder, held)
     if code_of(frozenset(map(type, owners))).foreign or not (is_bare(model) and is_bare(decoder)):
         return "a user's hooks or code surround its layers"
