@@ -41,9 +41,23 @@ def read_scores(logits: Tensor, count: int = 0) -> Scores:
 
     Ties are broken by the lower id, except by torch among the likeliest tokens.
     """
-    if logits.device.type == "cpu" and logits.dtype in DTYPES:
-        return _read_on_cpu(logits, count)
-    return _read_by_torch(logits, count)
+    if logits.device.type != "cpu" or logits.dtype not in DTYPES:
+        return _read_by_torch(logits, count)
+    rows, nodes, vocabulary = logits.shape
+    argmax = np.empty(rows * nodes, np.int32)
+    top, chances = np.full((rows * nodes, count), -1, np.int32), np.zeros((rows * nodes, count), np.float32)
+    flat = logits.reshape(-1, vocabulary)
+    step = max(1, _AT_ONCE // vocabulary)
+    for begin in range(0, rows * nodes, step):
+        part = slice(begin, begin + step)
+        if logits.dtype == torch.bfloat16:  # threads of torch, once woken, keep a core busy for milliseconds
+            values = _widen(flat[part].contiguous().view(torch.int16).numpy()).view(np.float32)
+        else:
+            values = flat[part].float().numpy()
+        _rank(values, values.view(np.int32), argmax[part], top[part], chances[part])
+    if not count:
+        return Scores(argmax.reshape(rows, nodes))
+    return Scores(argmax.reshape(rows, nodes), top.reshape(rows, nodes, count), chances.reshape(rows, nodes, count))
 
 
 def _read_by_torch(logits: Tensor, count: int) -> Scores:
@@ -62,24 +76,6 @@ def _read_by_torch(logits: Tensor, count: int) -> Scores:
         np.ascontiguousarray(packed[..., 1 : count + 1]),
         np.ascontiguousarray(packed[..., count + 1 :]).view(np.float32),
     )
-
-
-def _read_on_cpu(logits: Tensor, count: int) -> Scores:
-    rows, nodes, vocabulary = logits.shape
-    argmax = np.empty(rows * nodes, np.int32)
-    top, chances = np.full((rows * nodes, count), -1, np.int32), np.zeros((rows * nodes, count), np.float32)
-    flat = logits.reshape(-1, vocabulary)
-    step = max(1, _AT_ONCE // vocabulary)
-    for begin in range(0, rows * nodes, step):
-        part = slice(begin, begin + step)
-        if logits.dtype == torch.bfloat16:  # threads of torch, once woken, keep a core busy for milliseconds
-            values = _widen(flat[part].contiguous().view(torch.int16).numpy()).view(np.float32)
-        else:
-            values = flat[part].float().numpy()
-        _rank(values, values.view(np.int32), argmax[part], top[part], chances[part])
-    if not count:
-        return Scores(argmax.reshape(rows, nodes))
-    return Scores(argmax.reshape(rows, nodes), top.reshape(rows, nodes, count), chances.reshape(rows, nodes, count))
 
 
 @njit(nogil=True)

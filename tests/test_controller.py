@@ -244,7 +244,7 @@ def test_long_matches_that_are_always_wrong_lose_a_few_plain_steps_and_the_share
 
 def test_no_draft_is_larger_than_what_the_budget_pays_for_if_none_of_it_is_right() -> None:
     machine = Machine(node_cost=0.5)
-    machine.controller.cost.assume(machine.node_cost)
+    machine.controller.cost.node_cost = machine.node_cost
     machine.step([], 0)
     plan = machine.controller.plan([10_000], 100)
     assert plan.drafts and plan.max_nodes * machine.node_cost == START + OVERDRAFT

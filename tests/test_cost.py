@@ -34,7 +34,7 @@ def test_another_first_guess_changes_what_was_not_measured_and_nothing_else() ->
     cost = StepCost()
     cost.calibrate([1, 8], [0.010, 0.030], rows=1, context=0)
     far = cost.curve(1, 256)[256]
-    cost.assume(0.003)
+    cost.node_cost = 0.003
     np.testing.assert_allclose(cost.curve(1, 8)[[1, 8]], [0.010, 0.030])
     assert cost.curve(1, 256)[256] < far / 4
     again = StepCost()  # of a process that has not asked for a guess yet
@@ -53,7 +53,7 @@ def test_on_a_gpu_the_first_call_believes_in_what_a_node_costs_there(on_a_gpu, t
     ids = torch.tensor([[5, 9, 31, 5]])
     model.generate(ids, max_new_tokens=2, do_sample=False, custom_generate=lookahead.decode)
     curve = StepCost()
-    curve.assume(node_cost(model))
+    curve.node_cost = node_cost(model)
     assert 1.2 < curve.curve(1, 64)[64] < 1.6, "what the data sheets of an H100 and of an RTX 5090 say"
     learned = state_of(model).learned.cost.curve(1, 65)
     assert (learned[64] - learned[1]) / learned[1] < 0.5, "3.5 times a plain step by the guess of a CPU"

@@ -20,8 +20,7 @@ from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.model.attention import AttentionScope
 from lookahead.model.cache import TreeCache
-from lookahead.model.model_inputs import ModelInputs
-from lookahead.model.model_kind import MakeInputs
+from lookahead.model.model_kind import MakeInputs, ModelInputs
 from lookahead.model.model_state import CHECKPOINTING, checkpointed, outside_passes, patched_attribute, plan_of
 from lookahead.model.stamp import stamp_of
 from lookahead.model.state_layers import cache_layers

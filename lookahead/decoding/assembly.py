@@ -177,7 +177,7 @@ def _drafting(
         )
         proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch, memory)
         plan = plan_of(model)
-        learned.cost.assume(plan.part("node cost", plan.form, partial(node_cost, model)))
+        learned.cost.node_cost = plan.part("node cost", plan.form, partial(node_cost, model))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
     if reads_hidden and not shows_hidden:
         raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")

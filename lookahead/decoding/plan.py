@@ -241,7 +241,9 @@ def _with_drafts(plan: RequestPlan) -> RequestPlan:
     """The plan with the shape of its drafts, or with the reason why it has none."""
     call, common, stopping, (batch_size, longest) = plan.call, plan.common, plan.stopping, plan.call.input_ids.shape
     model, config, is_padded = call.model, common.config, bool(plan.lengths.min() < longest)
-    others, found = _other_inputs(plan), _found(plan)
+    others, found = validation.other_inputs(model, call.model_kwargs), _found(plan)
+    if not validation.has_usual_positions(call.model_kwargs.get("position_ids"), plan.lengths, longest):
+        others = [*others, "position_ids"]
     batch: Any = {"rows": batch_size, "is_padded": is_padded, "is_rounded": common.is_rounded}
     shape, reason = shape_of(model, found, config, **batch)
     if reason and config.demands:
@@ -268,34 +270,21 @@ def _with_drafts(plan: RequestPlan) -> RequestPlan:
     return replace(plan, shape=shape, reading=reading)
 
 
-def _other_inputs(plan: RequestPlan) -> list[str]:
-    """The inputs of the call that only the model itself reads."""
-    call, positions = plan.call, plan.call.model_kwargs.get("position_ids")
-    others = validation.other_inputs(call.model, call.model_kwargs)
-    is_usual = positions is None or validation.has_usual_positions(positions, plan.lengths, call.input_ids.shape[1])
-    return others if is_usual else [*others, "position_ids"]
-
-
 def _found(plan: RequestPlan) -> support.Support:
     """The support of the model for drafts, given the cache and the padding of the call."""
     call, model, past, kind = plan.call, plan.call.model, cache_in(plan.call.model_kwargs), kind_of(plan.call.model)
     given: Any = {"shortest": int(plan.lengths.min()), "max_length": plan.stopping.max_length}
     kind.note(call)
     found = support.support_of(model, **given, trusted=plan.common.config.trust_user_code)
-    why = _reason_of_cache(plan, past)
-    if not why and found.shape != "none":
+    changed, why = changed_cache(past), ""
+    if call.generation_config.use_cache is not False and plan_of(model).trains and checkpointed(model):
+        why = "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
+    elif changed:
+        why = f"its cache has its own code, {changed}"
+    elif found.shape != "none":
         why = _reason_of_states(plan, past)
     why = why or kind.cache_reason(call)
     return support.Support("none", why) if why else found
-
-
-def _reason_of_cache(plan: RequestPlan, past: Any) -> str:
-    """Why no drafts can be kept in the cache of a call, or an empty string."""
-    is_cached = plan.call.generation_config.use_cache is not False
-    if is_cached and plan_of(plan.call.model).trains and checkpointed(plan.call.model):
-        return "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
-    changed = changed_cache(past)
-    return f"its cache has its own code, {changed}" if changed else ""
 
 
 def _reason_of_states(plan: RequestPlan, past: Any) -> str:

@@ -31,8 +31,7 @@ from lookahead.model.cache import TreeCache
 from lookahead.model.call_caches import CACHE, cache_in, tokens_in
 from lookahead.model.calls import ResolvedCall, inputs_of_step, read_prompt
 from lookahead.model.facts import decoder_vocabulary, input_device, position_limit
-from lookahead.model.model_inputs import ModelInputs
-from lookahead.model.model_kind import SERVED
+from lookahead.model.model_kind import SERVED, ModelInputs
 from lookahead.model.model_state import outside_passes, state_of
 
 _OF_STEP = SERVED | {"input_ids"}

@@ -197,8 +197,8 @@ class DraftingBudget:
         >>> budget.proposes(rows=1), budget.verifies(1, speedup=1.1), budget.verifies(1, speedup=1.3)
         (False, False, True)
         >>> budget.begin_output()
-        >>> budget.most_at_risk(rows=1), round(budget.proposing_cost(rows=1), 3)
-        (3.0, 0.05)
+        >>> tuple(round(price, 3) for price in budget.prices(rows=1))
+        (0.05, 3.0)
     """
 
     def __init__(self) -> None:
@@ -215,18 +215,15 @@ class DraftingBudget:
         state = self._state_of(rows)
         return state.since_plain < state.probe_after and state.budget.affords
 
-    def proposing_cost(self, rows: int) -> float:
-        """Cost of calling the proposers, in plain steps."""
-        return self._state_of(rows).budget.price.value
+    def prices(self, rows: int) -> tuple[float, float]:
+        """The cost of calling the proposers, and the most that one draft may lose, in plain steps."""
+        budget = self._state_of(rows).budget
+        return budget.price.value, budget.balance + OVERDRAFT
 
     def verifies(self, rows: int, speedup: float, at_risk: float = 0.0) -> bool:
         """Whether to verify a draft that loses `at_risk` plain steps if none of it is accepted."""
         needed = -OVERDRAFT if speedup >= _LONG_MATCH else min(at_risk, 1.0)
         return self._state_of(rows).budget.balance >= needed
-
-    def most_at_risk(self, rows: int) -> float:
-        """The plain steps that a single draft may lose: the balance and its overdraft."""
-        return self._state_of(rows).budget.balance + OVERDRAFT
 
     def record_plain(self, rows: int) -> bool:
         """Count a step without proposals; returns whether it is a probe: the first step, or the first after drafts."""

@@ -23,13 +23,7 @@ _P_RUNS_TO_LIMIT = 0.5  # assumed probability that rows run to their limits alth
 
 
 class StepPlan(NamedTuple):
-    """The decision before a step; without a controller, the maximum that the options allow.
-
-    Example:
-        >>> trees = [TokenTree.root(5), TokenTree.from_parents([5, 6, 7], [0, 0, 1])]
-        >>> StepPlan(rows=2).nodes_of(trees), StepPlan(rows=2, is_ragged=True).nodes_of(trees)
-        (3, 2.0)
-    """
+    """The decision before a step; without a controller, the maximum that the options allow."""
 
     rows: int
     context: int = 0  # tokens of the longest row
@@ -41,11 +35,6 @@ class StepPlan(NamedTuple):
     has_branch: bool = False  # whether the lookahead branch is on
     node_bonus_tokens: float = 0.0  # additional worth of a verified node in tokens, since a source learns from it
     is_ragged: bool = False  # whether the pass computes no padding; nodes per row are then a mean
-
-    def nodes_of(self, trees: Sequence[TokenTree]) -> float:
-        """The nodes per row that a pass over these trees computes."""
-        sizes = [len(tree.tokens) for tree in trees]
-        return sum(sizes) / len(sizes) if self.is_ragged else max(sizes)
 
 
 class StepRecord(NamedTuple):
@@ -132,9 +121,9 @@ class Controller:
             nodes = branch.nodes_beside(nodes)
         if nodes == 0:
             return plain  # the branch is the only source, and it is off
-        curve = self._curve(rows, context, nodes + 1)
+        curve, (proposing, most_at_risk) = self._curve(rows, context, nodes + 1), self.budget.prices(rows)
         if not branch.is_on:
-            most_s = float(curve[1]) * (1.0 + self.budget.most_at_risk(rows))
+            most_s = float(curve[1]) * (1.0 + most_at_risk)
             nodes = max(1, int(np.maximum.accumulate(curve[1:]).searchsorted(most_s, "right")) - 1)
         value = SINGLE_ROW
         if rows > 1:
@@ -144,7 +133,7 @@ class Controller:
         plain_s = float(curve[1])
         # Proposing costs in any case; the margin applies only to drafted nodes.
         curve[2:] *= _MARGIN
-        curve += self.budget.proposing_cost(rows) * plain_s
+        curve += proposing * plain_s
         if is_ragged:  # a row may use nodes that others do not need
             nodes = max(nodes, min(nodes * rows, self.node_budget))
         return StepPlan(rows, context, True, nodes, curve, plain_s, value, branch.is_on, branch.teaching, is_ragged)
@@ -154,14 +143,18 @@ class Controller:
         if plan.has_branch:
             return True
         tokens = plan.value.steps_saved([float(draft.path_probs.sum()) for draft in drafts])
-        took = _at(plan.costs, plan.nodes_of([draft.tree for draft in drafts])) / plan.plain_s
+        sizes = [len(draft.tree.tokens) for draft in drafts]
+        took = _at(plan.costs, sum(sizes) / len(sizes) if plan.is_ragged else max(sizes)) / plan.plain_s
         return self.budget.verifies(plan.rows, tokens / took, took - 1.0)
 
     def record(self, plan: StepPlan, step: StepRecord) -> None:
         """Learn from a step."""
         rows, nodes, tokens, host_s = plan.rows, step.nodes, step.tokens, step.host_s
         apart, apart_s = self._charge(step) if self._budgeted else (0, 0.0)
-        if step.is_cold or self.cost.warms_up(nodes):
+        if step.is_cold:
+            return
+        if nodes > 1 and not self.cost.is_warm:
+            self.cost.is_warm = True
             return
         if not plan.drafts:
             is_probe = self.budget.record_plain(rows)
@@ -169,7 +162,7 @@ class Controller:
             if not (is_probe or self.branch.can_run) and self.cost.knows(rows, plan.context):
                 return
         step_s = step.step_s - host_s
-        self.cost.observe(self._width(nodes), step_s, rows=rows, context=plan.context)
+        self.cost.observe(self._padded(nodes) if self.is_padded else nodes, step_s, rows=rows, context=plan.context)
         curve = self._curve(rows, plan.context, math.ceil(nodes))
         if self.branch.can_run:
             bits, branch_s = self.branch.record(step.verified, tokens, math.ceil(nodes), curve)
@@ -204,12 +197,14 @@ class Controller:
 
     def _curve(self, rows: int, context: int, nodes: int) -> FloatArray:
         """Seconds of a step by the nodes of its largest tree, 0 up to `nodes`."""
-        curve = self.cost.curve(rows, self._width(nodes), context)
-        return curve[[0] + [self._width(n) for n in range(1, nodes + 1)]] if self.is_padded else curve
+        if not self.is_padded:
+            return self.cost.curve(rows, nodes, context)
+        widths = [0, *(self._padded(n) for n in range(1, nodes + 1))]
+        return self.cost.curve(rows, widths[-1], context)[widths]
 
-    def _width(self, nodes: Any) -> Any:
-        """Nodes of a pass whose trees have `nodes` nodes at most, or on average if each row has its own number."""
-        return padded_nodes(math.ceil(nodes), self.node_budget + 1) if self.is_padded else nodes
+    def _padded(self, nodes: float) -> int:
+        """Nodes of a pass over trees that have `nodes` nodes at most."""
+        return padded_nodes(math.ceil(nodes), self.node_budget + 1)
 
 
 def _at(curve: FloatArray, nodes: float) -> float:

@@ -30,13 +30,17 @@ class StepCost:
 
     Rows and contexts fall into buckets: 1, 2, 3-4, 5-8, … rows; up to 512, 2048, 8192, … tokens. Within a bucket the
     cost depends on rows times nodes. The first estimate is a straight line that adds 4% of a one-token step per token,
-    or the share set by `assume`. The ratio to it is learned at fixed points and interpolated between them. A new bucket
+    or the share in `node_cost`. The ratio to it is learned at fixed points and interpolated between them. A new bucket
     starts as a copy of the nearest one.
 
     - A plain step scales the whole bucket, so costs from a file keep their shape and adapt to this machine. A larger
       step moves its point.
     - A point above the plain step decays towards it while it is not measured, so that a cost once measured too high is
       retried.
+
+    Attributes:
+        node_cost: First estimate of the cost of one more node, as a share of a one-node step; measured costs stay.
+        is_warm: Whether a step with a draft has run: the first includes compilation.
 
     Example:
         >>> cost = StepCost()
@@ -54,20 +58,10 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._node_cost = NODE_COST
+        self.node_cost = NODE_COST
+        self.is_warm = False
         self._tables: dict[Bucket, FloatArray] = {}  # seconds at every point; 0: not measured
         self._measured: set[Bucket] = set()  # in this process
-        self._is_warm = False
-
-    def assume(self, node_cost: float) -> None:
-        """Set the first estimate of the cost of one more node, as a share of a one-node step; measured costs stay."""
-        self._node_cost = node_cost
-
-    def warms_up(self, nodes: float) -> bool:
-        """Whether a step of `nodes` nodes is the first with a draft, which includes compilation and is ignored."""
-        warms_up = nodes > 1 and not self._is_warm
-        self._is_warm |= warms_up
-        return warms_up
 
     def observe(self, nodes: float, seconds: float, *, rows: int = 1, context: int = 0) -> None:
         """Learn from a step, its host work on drafts excluded.
@@ -162,7 +156,7 @@ class StepCost:
 
     def _guess(self, tokens: NDArray[Any] | float) -> Any:
         """Cost of a step before anything was measured, in steps of one token."""
-        return 1.0 + self._node_cost * (tokens - 1.0)
+        return 1.0 + self.node_cost * (tokens - 1.0)
 
     def _seconds(self, table: FloatArray, tokens: NDArray[Any] | float) -> FloatArray:
         """Cost of steps of `tokens` tokens: the first estimate times the ratio interpolated between measured points."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lookahead.backend.protocol import BitPolicy
+from lookahead.model.known_code import torch_modes
 from lookahead.model.model_state import pass_local
 
 _MAX_FUSED_ELEMENTS = 1 << 17  # elements of the hidden states, up to which layers are fused
@@ -37,19 +38,6 @@ def running_pass() -> CpuPass | None:
     return running
 
 
-def is_intercepted() -> bool:
-    """Whether a torch mode on this thread sees, and may change, every call of an operator.
-
-    The functions that count modes are private to torch (under these names since 2.0). A default device is a mode that
-    changes no values.
-    """
-    if torch._C._len_torch_dispatch_stack():
-        return True
-    count = torch._C._len_torch_function_stack()
-    modes = [torch._C._get_function_stack_at(at) for at in range(count)]
-    return any(type(mode).__name__ != "DeviceContext" for mode in modes)
-
-
 @contextmanager
 def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[CpuPass | None]:
     """Run a pass on this thread until the block ends; yields the pass as the layers see it.
@@ -58,7 +46,8 @@ def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[CpuPass | None
     every operator. With `fuses=False` layers are not fused.
     """
     outer, thread.is_cold = getattr(thread, "running", None), False
-    is_left = torch.is_autocast_enabled("cpu") or is_intercepted()
+    # A default device is a mode that changes no values.
+    is_left = torch.is_autocast_enabled("cpu") or any(mode.__name__ != "DeviceContext" for mode in torch_modes())
     if fuses and not torch.is_grad_enabled():
         most = _MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS
         cpu_pass = cpu_pass._replace(most_elements=most, most_in_call=_MAX_FUSED_ELEMENTS)

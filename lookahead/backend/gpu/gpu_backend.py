@@ -17,7 +17,7 @@ from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch
-from lookahead.model.model_inputs import ModelInputs
+from lookahead.model.model_kind import ModelInputs
 
 
 class GpuBackend(TorchBackend):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lookahead.errors import UnsupportedModelError
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import calls_registered_attention, side_positions
-from lookahead.model.model_inputs import ModelInputs
+from lookahead.model.model_kind import ModelInputs
 from lookahead.plugins.encoder_decoder.encoded_rows import Encoded, EncodedRows, rows_of
 
 
