@@ -170,7 +170,7 @@ class Controller:
         if not plan.drafts:
             return
         # Drafts that gave NaN were scored again without their nodes, which loses all of them.
-        is_again = nodes > 1 and all(len(tree) == 1 for tree, _ in step.verified)
+        is_again = nodes > 1 and all(len(tree.tokens) == 1 for tree, _ in step.verified)
         if apart and not is_again:
             own_nodes, tokens = without_sources(step.verified, tokens, apart)
             step_s = _at(curve, own_nodes) if own_nodes < nodes else step_s

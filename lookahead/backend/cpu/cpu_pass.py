@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from lookahead.backend.protocol import BitPolicy
-from lookahead.model.known_code import torch_modes
 from lookahead.model.model_state import pass_local
 
 _MAX_FUSED_ELEMENTS = 1 << 17  # elements of the hidden states, up to which layers are fused
@@ -46,8 +45,9 @@ def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[CpuPass | None
     every operator. With `fuses=False` layers are not fused.
     """
     outer, thread.is_cold = getattr(thread, "running", None), False
-    # A default device is a mode that changes no values.
-    is_left = torch.is_autocast_enabled("cpu") or any(mode.__name__ != "DeviceContext" for mode in torch_modes())
+    modes = [torch._C._get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
+    is_seen = any(type(mode).__name__ != "DeviceContext" for mode in modes)  # a default device changes no values
+    is_left = torch.is_autocast_enabled("cpu") or is_seen or torch._C._len_torch_dispatch_stack() > 0
     if fuses and not torch.is_grad_enabled():
         most = _MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS
         cpu_pass = cpu_pass._replace(most_elements=most, most_in_call=_MAX_FUSED_ELEMENTS)

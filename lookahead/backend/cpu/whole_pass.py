@@ -154,7 +154,8 @@ class WholePass:
     def _takes(self, model: Any, tree_pass: TreePass, cache: TreeCache) -> bool:
         """Whether this is a small pass over trees, and the modules that are not called are unchanged."""
         parts, slots, decoder, trees = self._parts, cache.slots, self._decoder, tree_pass.trees
-        if not trees or max(map(len, trees)) > MAX_TABLE_NODES or sum(map(len, trees)) > MAX_BATCH_NODES:
+        sizes = [len(tree.tokens) for tree in trees]
+        if not trees or max(sizes) > MAX_TABLE_NODES or sum(sizes) > MAX_BATCH_NODES:
             return False
         # In half precision the nodes of several rows have the bits of each row alone, or of one batch.
         if len(trees) > 1 and parts.norm.weight.dtype != torch.float32 and not tree_pass.attends_per_node:
@@ -183,7 +184,7 @@ class WholePass:
     def _attends(self, trees: Sequence[TokenTree], starts: Sequence[int], table: PassTable, *, is_exact: bool) -> bool:
         """Whether the kernel attends in all layers: within all windows, with the bits of SDPA or faster than a mask."""
         ends = [start + int(tree.depths.max()) + 1 for tree, start in zip(trees, starts, strict=True)]
-        end, nodes = max(ends), sum(map(len, trees))
+        end, nodes = max(ends), sum(len(tree.tokens) for tree in trees)
         if any(window is not None and end >= window for window in self._windows):
             return False
         if is_exact:
