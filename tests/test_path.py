@@ -21,9 +21,9 @@ def _traces(dtype: torch.dtype) -> tuple[Trace, Trace]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_way_to_the_first_token_is_short(dtype: torch.dtype) -> None:
     path, _ = _traces(dtype)
-    assert len(path.functions) <= 229, f"\n{path}"
+    assert len(path.functions) <= 235, f"\n{path}"
     assert len(path.files) <= 52, f"\n{path}"
-    assert path.calls <= 1600, f"\n{path}"
+    assert path.calls <= 1700, f"\n{path}"
     assert len(path.climbs) <= 2, path.climbs
 
 
