@@ -53,7 +53,7 @@ def norm(
         means: float32 `[rows]`; the mean squares are written to it.
     """
     tensors = x, delta, weight, total, out, means
-    places = [0 if each is None else each.data_ptr() for each in tensors]
+    places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     size = weight.numel()
     sizes = x.numel() // size, size, bits_of(eps)
     return _ENTRIES[x.dtype], 1, (_NORM, *places, *sizes), tensors
@@ -89,7 +89,7 @@ def storing(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Te
     """
     tensors, width = (key, value, keys, values, places), key.shape[-1]
     sizes = key.numel() // width, width, key.element_size()
-    return _ENTRIES[key.dtype], 1, (_STORING, *(each.data_ptr() for each in tensors), *sizes), tensors
+    return _ENTRIES[key.dtype], 1, (_STORING, *(tensor.data_ptr() for tensor in tensors), *sizes), tensors
 
 
 def _numbers_at(address: Any, size: Any, kind: Any) -> Any:

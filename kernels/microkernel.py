@@ -122,7 +122,7 @@ def _load_line(tile: _Tile, term: Any) -> list[Any]:
     line = builder.gep(array, [builder.add(column, builder.mul(term, step))])
     kind = ir.VectorType(array.type.pointee, LANES)
     places = [vector_at(builder, line, WHOLE(i * LANES), kind) for i in range(tile.registers)]
-    return [builder.load(each, align=4) for each in places]
+    return [builder.load(place, align=4) for place in places]
 
 
 def emit_fetch(builder: Any, matrix: Sequence[Any], line: Any, registers: int) -> None:
@@ -240,7 +240,7 @@ def call(builder: Any, name: str, kind: Any, *values: Any) -> Any:
     """Call an LLVM intrinsic by name."""
     function = builder.module.globals.get(name)
     if function is None:
-        function = ir.Function(builder.module, ir.FunctionType(kind, [each.type for each in values]), name)
+        function = ir.Function(builder.module, ir.FunctionType(kind, [value.type for value in values]), name)
     return builder.call(function, values)
 
 
@@ -280,7 +280,7 @@ def _emit_terms(tile: _Tile, begun: list[Any], first: Any = _START, parts: Seque
 
 def _emit_loop(builder: Any, count: Any, begun: list[Any], emit: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
     """Emit a loop of `count` turns, each of which maps its number and the previous values to new values."""
-    before, head, body, after = builder.block, *(builder.append_basic_block(each) for each in ("turn", "body", "after"))
+    before, head, body, after = builder.block, *(builder.append_basic_block(name) for name in ("turn", "body", "after"))
     builder.branch(head)
     builder.position_at_end(head)
     turn, *values = phis = [builder.phi(each.type) for each in (count, *begun)]

@@ -123,7 +123,7 @@ def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
 
 def prepared_rows(weights: Sequence[PackedWeight], rows: int) -> Tensor | None:
     """A buffer for rows as `product` prepares them, int32; None if all weights take rows unchanged."""
-    length = max([each.prepared for each in weights])
+    length = max([weight.prepared for weight in weights])
     return torch.empty(rows * length, dtype=torch.int32, device="cpu") if length else None
 
 

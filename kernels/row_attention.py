@@ -97,7 +97,7 @@ def attention(
     rows, (_, width, heads, dim), (_, slots, kv_heads, _) = len(trees), query.shape, keys.shape
     tensors = query, keys, values, nodes, trees, groups, out
     sizes = rows, width, heads, dim, slots, kv_heads, keys.stride(0) if rows > 1 else 0, nodes.shape[2]
-    places = [each.data_ptr() for each in tensors]
+    places = [tensor.data_ptr() for tensor in tensors]
     return _ENTRIES[query.dtype], rows * kv_heads, (*places, *sizes, bits_of(scale)), tensors
 
 

@@ -121,7 +121,7 @@ def _by_torch(
     mask = torch.zeros(sees.shape, dtype=query.dtype, device=query.device).masked_fill(~sees, -torch.inf)
     mask = mask.repeat_interleave(query.shape[1] // keys.shape[2], 1)[:, None]
     given = {name: options.get(name) for name in ("softcap", "sinks")}
-    if not any(each is not None for each in options.values()):
+    if not any(option is not None for option in options.values()):
         mask = mask[..., dispatch.unmasked(query, key, value, int(tree["lengths"].min())) :]
     return partial(dispatch.masked_attention, query, key, value, mask, **given)
 

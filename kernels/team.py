@@ -231,7 +231,7 @@ def _pause(context: Any) -> Any:
         hint = _HINTS.get(platform.machine().lower())
         if hint:
             name, numbers = hint
-            kind = ir.FunctionType(ir.VoidType(), [each.type for each in numbers])
+            kind = ir.FunctionType(ir.VoidType(), [number.type for number in numbers])
             builder.call(cgutils.get_or_insert_function(builder.module, kind, name), numbers)
         return target.get_dummy_value()
 

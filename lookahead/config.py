@@ -145,7 +145,7 @@ class LookaheadConfig:
             value = getattr(self, name)
             if not any(value == each and isinstance(value, type(each)) for each in allowed):  # 1 is not True
                 raise ConfigError(f"{name} must be {' or '.join(map(str, allowed))}, got {value!r}")
-        names = [each for each in proposers if isinstance(each, str)]
+        names = [proposer for proposer in proposers if isinstance(proposer, str)]
         if names and self.acceptance == "rejection":
             raise ConfigError(
                 f"acceptance='rejection' takes proposers that draw, such as DraftModel(...), and {names[0]!r} does "
@@ -179,7 +179,7 @@ class LookaheadConfig:
     @property
     def demands(self) -> str:
         """The option that asks for drafts of a kind that not every model can verify, or an empty string."""
-        own = next((each for each in self.proposers if not isinstance(each, str)), None)
+        own = next((proposer for proposer in self.proposers if not isinstance(proposer, str)), None)
         if own is not None:
             return f"proposers=({getattr(own, '__qualname__', type(own).__qualname__)},)"
         return "" if self.window in (None, "auto") else f"window={self.window}"
@@ -233,7 +233,7 @@ def _refuses_unknown(function: _F) -> _F:
     @wraps(function)
     def checked(self: Any, /, **options: Any) -> None:
         refuse_removed(options)
-        names = [each.name for each in fields(LookaheadConfig)]
+        names = [field.name for field in fields(LookaheadConfig)]
         for name in options:
             if name not in names:
                 raise ConfigError(f"LookaheadConfig has no option {name!r}{did_you_mean(name, names)}")

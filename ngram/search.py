@@ -120,8 +120,8 @@ class Search(KeepsAddresses):
     def expect(self, predictions: Sequence[IntArray], source: int) -> None:
         """Set predictions of the output, int32 `[n]` each, before its first token, and the bit of their source."""
         text = ChainIndex()
-        for each in predictions:
-            text.append_documents(each)
+        for prediction in predictions:
+            text.append_documents(prediction)
         self._texts = *self._texts[:PREDICTED], text
         self._cursor[:], self.record[_PREDICTED_SOURCE] = 0, source
         self._cursor[0] = int(len(text) > 1)

@@ -268,7 +268,7 @@ def outcome(model: PreTrainedModel, **extra: Any) -> Any:
         ({"position_ids": torch.arange(12)[None] + 3}, "position_ids"),
     ],
 )
-def test_what_beams_are_not_served_with_is_named_and_left_to_transformers_under_the_switch(
+def test_options_that_beams_do_not_serve_are_named_and_left_to_transformers(
     tiny_llama: PreTrainedModel, options: dict[str, Any], name: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=name):
@@ -279,7 +279,7 @@ def test_what_beams_are_not_served_with_is_named_and_left_to_transformers_under_
 
 
 @pytest.mark.skipif(MARKS_CACHES, reason="is refused by name")
-def test_an_empty_cache_that_is_not_marked_as_the_callers_is_filled_as_by_transformers(
+def test_an_empty_cache_not_marked_as_the_callers_is_filled_as_by_transformers(
     tiny_llama: PreTrainedModel,
 ) -> None:
     theirs, ours = DynamicCache(), DynamicCache()

@@ -29,9 +29,7 @@ def run_bench(folder: Path, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["bench", "--model", str(folder), *fixed, *arguments])
 
 
-def test_every_method_decodes_every_prompt_of_the_files_with_the_tokens_of_transformers(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_every_method_decodes_every_prompt_with_the_tokens_of_transformers(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("abcabcabc\nin two lines")
     (tmp_path / "two.md").write_text("# A title\n\nabab")
     (tmp_path / "many.jsonl").write_text('{"question": "abc"}\n{"question": "xyz"}\n')

@@ -63,7 +63,7 @@ def run(package: Path, temporary: Path | str, **variables: str) -> tuple[str | N
     return path, hits, [line for line in done.stderr.splitlines() if "Warning: " in line]
 
 
-def test_compiled_functions_have_a_private_temporary_cache_where_nothing_can_be_written(
+def test_compiled_functions_have_a_temporary_cache_where_no_folder_can_be_written(
     package: Path, tmp_path: Path
 ) -> None:
     path, hits, said = run(package, tmp_path)
@@ -148,9 +148,7 @@ def written(folder: Path, script: str, *functions: str) -> list[float]:
 
 
 @pytest.mark.parametrize("process", ["spawned", pytest.param("forked", marks=NEEDS_FORK)])
-def test_code_of_closures_that_two_processes_compiled_is_not_confused_where_a_third_loads_both(
-    process: str, tmp_path: Path
-) -> None:
+def test_closures_that_two_processes_compiled_are_not_confused_by_a_third(process: str, tmp_path: Path) -> None:
     # So long that it is called, and not copied into the function that calls it.
     lines = "\n".join(f"        x = abs(x * number) + {i} if x < {i}.5 else x - {i} / (x + number)" for i in range(60))
     (tmp_path / "closures.py").write_text(CLOSURES.format(lines=lines))

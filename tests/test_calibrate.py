@@ -78,9 +78,7 @@ def test_a_quick_sweep_teaches_the_costs_of_few_sizes(tiny_llama, reads, monkeyp
     np.testing.assert_allclose(cost.curve(1, 64, context=300)[[1, 2, 4, 8, 16, 32]], 1.0, rtol=0.05)
 
 
-def test_a_model_too_slow_for_a_quick_sweep_is_not_measured_and_takes_two_steps_to_say_so(
-    tiny_llama, reads, monkeypatch
-) -> None:
+def test_a_model_too_slow_for_a_quick_sweep_is_not_measured_after_two_steps(tiny_llama, reads, monkeypatch) -> None:
     cost = StepCost()
     monkeypatch.setattr(calibration, "LONGEST_QUICK_S", 20.0)
     assert not calibrate_quickly(tiny_llama, cost)
@@ -134,7 +132,7 @@ def test_a_model_that_cannot_verify_drafts_is_not_measured() -> None:
     assert not calibrate_quickly(build(FAMILIES["RecurrentGemma"]), StepCost())
 
 
-def test_calibrated_costs_are_refined_and_what_is_not_measured_is_tried_again_some_time() -> None:
+def test_measured_costs_are_refined_and_other_sizes_are_tried_again_later() -> None:
     cost = StepCost()
     cost.calibrate([1, 8], [0.010, 0.030], rows=1, context=100)
     for _ in range(20):
@@ -246,9 +244,7 @@ def test_saved_costs_are_loaded_into_the_model_they_were_saved_for(tiny_llama, t
 # The first use
 
 
-def test_costs_are_measured_and_saved_where_there_is_no_file_and_loaded_where_there_is(
-    tiny_llama, tmp_path, monkeypatch
-) -> None:
+def test_costs_are_measured_and_saved_without_a_file_and_loaded_from_one(tiny_llama, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(calibration, "timed", lambda work, *_: work() or 1.0)  # a busy machine would not be believed
     assert lookahead.prepare_costs(tiny_llama, tmp_path)
     path = cost_path(tiny_llama, tmp_path)

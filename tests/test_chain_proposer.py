@@ -228,7 +228,7 @@ def test_what_drafted_tokens_took_twice_is_believed_before_the_guess():
     assert lengths.choose(padded(*[np.array([0.9, 0.4, 0.3, 0.2, 0.1])] * 16)) == [1] * 16
 
 
-def test_unlikely_drafts_do_not_keep_likely_ones_from_being_verified_in_the_next_steps():
+def test_unlikely_drafts_do_not_keep_likely_ones_from_the_next_steps():
     lengths = learned({(1, 0): 0.01, (1, 2): 0.012, (1, 8): 0.018})
     for _ in range(200):
         if lengths.drafts(1):
@@ -281,7 +281,7 @@ def test_where_steps_with_drafts_are_never_timed_one_of_four_drafts_few_tokens(r
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 64, 256])
-def test_the_first_steps_with_drafts_verify_few_tokens_and_later_ones_at_most_four_times_those_timed(rows):
+def test_first_steps_verify_few_tokens_and_later_ones_at_most_four_times_those_timed(rows):
     lengths, verified = ChainLengths(), []
     for _ in range(3):
         lengths.observe(rows=rows, drafted=0, emitted=rows, seconds=0.01, host_s=None)
@@ -296,7 +296,7 @@ def test_the_first_steps_with_drafts_verify_few_tokens_and_later_ones_at_most_fo
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
 @pytest.mark.parametrize("held_up", [0.0, 0.25])
 @pytest.mark.parametrize("token_cost", [0.0, 0.002, 0.03, 0.37])  # of a drafted token, in steps
-def test_drafts_that_are_never_right_cost_at_most_two_percent_at_any_price_of_a_token(rows, held_up, token_cost):
+def test_drafts_that_are_never_right_cost_at_most_two_percent_at_any_price(rows, held_up, token_cost):
     rng, lengths, steps = np.random.default_rng(rows), ChainLengths(), 512
     path_probs, seconds, plain = np.tile(0.4 ** np.arange(1, 5), (rows, 1)), 0.0, 0.0
     for _ in range(steps):

@@ -171,7 +171,7 @@ def test_keys_and_values_of_another_type_than_the_model_has_now_are_an_error(dty
 @on_x86
 @pytest.mark.parametrize("of_layers, of_head", [("int8", ""), ("Q4_1", ""), ("", "int8"), ("Q4_1", "int8")])
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-def test_a_head_whose_weights_have_another_form_than_those_of_the_layers_is_in_the_call(
+def test_a_head_with_weights_of_another_form_than_the_layers_is_in_the_call(
     dtype, of_layers, of_head, fused, calls, tables, own_code
 ):
     def mixed() -> Any:

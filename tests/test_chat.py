@@ -260,9 +260,7 @@ def test_a_command_of_a_chat_that_cannot_be_done_is_one_line_and_the_chat_goes_o
     assert len(json.loads((cli_folder / "chat.json").read_text())) == 4
 
 
-def test_what_another_process_wrote_is_kept_and_a_conversation_that_cannot_be_kept_stays(
-    cli_folder, tiny_llama, chat_tokenizer
-):
+def test_a_session_of_another_process_is_kept_and_one_that_cannot_be_kept_stays(cli_folder, tiny_llama, chat_tokenizer):
     ours, theirs = SessionFile("chat.json"), SessionFile("chat.json")
     conversation = Conversation(tiny_llama, chat_tokenizer, max_new_tokens=12, **GREEDY)
     chat = cli_chat.Chat(conversation, 12, ours)

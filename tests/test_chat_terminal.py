@@ -102,7 +102,7 @@ def test_a_session_is_continued_and_turns_are_taken_back(chat, cli_folder, tiny_
     assert contents(cli_folder / "other.json") == ["abab", first, "what?", second] and not contents(file)
 
 
-def test_an_error_ends_its_lines_between_words_on_a_terminal_and_is_one_line_elsewhere(cli_folder, monkeypatch, capfd):
+def test_an_error_is_wrapped_between_words_on_a_terminal_and_one_line_elsewhere(cli_folder, monkeypatch, capfd):
     monkeypatch.delenv("COLUMNS")
     monkeypatch.setenv("TERM", "xterm")
     words = ("summarize", "x.txt", "--retry-rejects", "--model", "no folder of this name")

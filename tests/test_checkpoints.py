@@ -196,7 +196,7 @@ def test_fewer_layers_in_the_configuration_than_in_the_checkpoint_are_refused(
         lookahead.load(folder, device="cpu")
 
 
-def test_only_as_many_layers_for_multi_token_prediction_are_left_out_as_the_configuration_names(
+def test_as_many_layers_for_multi_token_prediction_are_left_out_as_configured(
     tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
     folder = saved(tmp_path, tiny_tokenizer, deepseek(), with_more(model__layers__3__eh_proj__weight=(32, 64)))

@@ -67,7 +67,7 @@ def test_a_flag_has_no_type_in_the_help(name, monkeypatch):
     assert not re.search("<bool>|BOOLEAN", shown)
 
 
-def test_paragraphs_of_help_texts_are_wrapped_by_the_terminal_and_examples_fit_80_columns():
+def test_help_paragraphs_are_wrapped_by_the_terminal_and_examples_fit_80_columns():
     texts = [paragraph for command in COMMANDS.values() for paragraph in command.help.split("\n\n")]
     examples = [line for text in texts for line in text.split("\n") if text.startswith("  lookahead ")]
     assert len(examples) > 40 and max(map(len, examples)) <= 78
@@ -88,7 +88,7 @@ def test_every_command_that_names_a_model_takes_the_short_name_too():
     assert all("-m" in names for names in models)
 
 
-def test_every_option_of_a_summary_is_a_flag_a_key_of_a_job_file_and_part_of_what_workers_are_sent(model_folder):
+def test_every_option_of_a_summary_is_a_flag_a_job_file_key_and_sent_to_workers(model_folder):
     """An option that is declared once cannot be forgotten in one of the places."""
     flags = {flag for parameter in COMMANDS["summarize"].params for flag in parameter.opts}
     shown = to_toml(JobOptions(**{each.name: "x" for each, _ in options_of(JobOptions)}))

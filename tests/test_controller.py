@@ -153,7 +153,7 @@ def test_while_every_step_drafts_some_are_plain_so_that_the_plain_speed_stays_kn
     assert 1000 / 128 / 2 < machine.steps - machine.drafted < 2 * 1000 / 128
 
 
-def test_a_number_of_rows_for_which_drafting_loses_does_not_stop_another_for_which_it_pays() -> None:
+def test_a_number_of_rows_where_drafting_loses_does_not_stop_one_where_it_pays() -> None:
     controller = controller_of()
     many, single = Machine(2.0, rows=16, controller=controller), Machine(0.05, controller=controller)
     for _ in range(300):
@@ -187,7 +187,7 @@ def test_of_what_a_lucky_output_saved_the_next_may_lose_half() -> None:
     assert following.lost < 0.6 * CAP
 
 
-def test_where_outputs_save_a_lot_one_that_lost_it_all_does_not_keep_the_next_from_drafting() -> None:
+def test_one_output_that_lost_its_savings_does_not_keep_the_next_from_drafting() -> None:
     budget = DraftingBudget()
     outputs(budget, 3, [0.9] * 16, 16)
     outputs(budget, 1, [0.9] * 16, 0)
@@ -195,7 +195,7 @@ def test_where_outputs_save_a_lot_one_that_lost_it_all_does_not_keep_the_next_fr
     assert following.drafted > 40
 
 
-def test_what_is_left_of_the_budget_has_to_hold_what_a_draft_may_lose_unless_it_is_a_long_match() -> None:
+def test_the_budget_must_cover_what_a_draft_may_lose_unless_it_is_a_long_match() -> None:
     budget = DraftingBudget()
     assert budget.verifies(1, 1.1, at_risk=0.2)
     budget.record(1, drafted=True, tokens=1.0, forward=1.0 + START, usual=1.0 + START, proposing=0.0)
@@ -209,7 +209,7 @@ def step_of(seconds: float) -> Machine:
 
 
 @pytest.mark.parametrize("seconds", [0.005, 0.05, 0.5])
-def test_a_copy_is_noticed_at_once_though_drafts_were_wrong_before_whatever_a_step_takes(seconds: float) -> None:
+def test_a_copy_is_noticed_at_once_though_drafts_were_wrong_before(seconds: float) -> None:
     machine = step_of(seconds)
     for _ in range(3):
         machine.step([0.6] * 4, 0)
@@ -260,7 +260,7 @@ def test_a_step_that_was_held_up_is_not_paid_in_full() -> None:
     assert budget.verifies(1, 1.1, at_risk=0.5)
 
 
-def test_where_outputs_save_a_lot_a_bad_beginning_of_one_does_not_stop_drafting_in_it() -> None:
+def test_a_bad_beginning_does_not_stop_drafting_where_outputs_save_a_lot() -> None:
     budget = DraftingBudget()
     outputs(budget, 3, [0.9] * 16, 16)
     machine = Machine(node_cost=0.1, look=0.2, controller=controller_of(budget=budget))
@@ -344,7 +344,7 @@ def test_the_less_it_is_known_when_rows_end_the_more_their_tokens_count_alike(p_
     assert behind == pytest.approx((1 - p_runs_to_limit) * 2 + p_runs_to_limit * 4)
 
 
-def test_a_row_that_is_ahead_is_not_drafted_for_where_the_others_take_as_long_without_it() -> None:
+def test_a_row_ahead_is_not_drafted_for_if_the_others_take_as_long_without_it() -> None:
     drafts = [merge(0, [chain([0.9] * 8)], Limits(32, 99)), merge(0, [], Limits(32, 99))]
     costs = np.array([0.0, *np.linspace(1.0, 2.0, 32)])
     same_price = np.array([0.0, 1.0, 1.0])

@@ -104,7 +104,7 @@ def test_only_messages_are_restored(messages, tiny_llama, chat_tokenizer):
     assert chat.history == before
 
 
-def test_what_json_and_utf_8_do_not_have_is_escaped_or_refused_and_never_half_written(tmp_path):
+def test_values_outside_json_and_utf_8_are_escaped_or_refused_never_half_written(tmp_path):
     file = SessionFile(tmp_path / "chat.json")
     half = [{"role": "user", "content": "a half \ud800 and a whole \U0001f600"}]
     file.write(half)

@@ -18,7 +18,7 @@ def text_of(tokens: list[int]) -> ChainIndex:
     return text
 
 
-def test_what_follows_a_long_match_stays_likely_however_often_short_matches_were_right():
+def test_a_long_match_stays_likely_however_often_short_matches_were_right():
     quoted = list(range(100, 120))
     others = [token for follower in range(2, 12) for token in (119, follower)]
     text, rates = text_of([*others, *quoted, 50, 60, *quoted]), HitRates()
@@ -66,14 +66,14 @@ def test_chances_of_siblings_never_sum_up_to_more_than_one_however_likely_each_i
         assert grown.probabilities[children[children > 0]].sum() < 0.9995  # something else may always follow
 
 
-def test_a_token_that_the_memory_names_late_is_not_guessed_to_be_less_likely_than_one_it_does_not_name():
+def test_a_token_the_memory_names_late_is_no_less_likely_than_an_unnamed_one():
     rates, late = HitRates(), range(6, 15)
     for rank, support, order in product(range(3), range(20), (1, 4)):
         guesses = [rates.prior[feature_of_both(rank, support, order, 0, standing)] for standing in (0, *late)]
         assert guesses[0] == min(guesses)
 
 
-def test_what_short_matches_are_worth_is_learned_of_those_that_the_memory_does_not_name_too():
+def test_short_matches_are_learned_from_tokens_the_memory_does_not_name_too():
     rates, root = HitRates(), np.zeros(2, np.int32)
     short, unnamed = feature_of_match(1, 0, 0), feature_of_both(0, 0, 1, 0, 0)
     before = hit_rate(rates.table, unnamed, 2)
@@ -82,7 +82,7 @@ def test_what_short_matches_are_worth_is_learned_of_those_that_the_memory_does_n
     assert hit_rate(rates.table, unnamed, 2) > 1.2 * before
 
 
-def test_what_guesses_at_the_next_token_are_worth_is_learned_apart_from_those_behind_them():
+def test_guesses_at_the_next_token_are_rated_apart_from_those_behind_them():
     rates, chain = HitRates(), np.array([0, 0, 1], np.int32)
     features = np.array([0, *[feature_of_match(2, 0, 0)] * 2], np.int32)
     for _ in range(200):

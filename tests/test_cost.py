@@ -106,7 +106,7 @@ def test_the_curve_falls_where_a_larger_step_was_measured_to_take_less() -> None
 
 
 @pytest.mark.parametrize("factor", [0.2, 5.0])
-def test_costs_of_another_process_keep_their_shape_and_take_the_scale_of_the_first_step(factor: float) -> None:
+def test_costs_of_another_process_keep_their_shape_at_the_scale_of_the_first_step(factor: float) -> None:
     kept, cost = StepCost(), StepCost()
     kept.calibrate([1, 8, 16], [0.05, 0.08, 0.10], rows=1, context=0)
     cost.update(kept.to_dict())

@@ -316,7 +316,7 @@ def ids(*tokens: int) -> np.ndarray[Any, Any]:
     return np.array(tokens, np.int32)
 
 
-def test_the_store_gives_the_longest_shared_beginning_and_drops_what_was_not_used_for_longest():
+def test_the_store_gives_the_longest_shared_beginning_and_drops_the_oldest():
     size = 2 * 2 * 40 * 4 * 4
     store = PrefixStore(2 * size)
     texts = [ids(*range(at, at + 40)) for at in (0, 100, 200)]
@@ -359,9 +359,7 @@ def test_models_whose_layers_differ_or_that_verify_no_trees_are_served(name, tin
 
 
 @pytest.mark.parametrize("name", KEEPING_MORE)
-def test_texts_of_models_that_keep_more_than_keys_and_values_are_used_whole_or_not_at_all(
-    serving, name, tiny_tokenizer
-):
+def test_prefixes_with_states_are_used_whole_or_not_at_all(serving, name, tiny_tokenizer):
     model = build(FAMILIES[name])
     loop = serving(model, tiny_tokenizer, rows=2)
     requests = [GenerationRequest(ids=[*range(5, 5 + length)], options=GREEDY) for length in (40, 40, 70, 9)]

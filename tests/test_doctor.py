@@ -63,7 +63,7 @@ def test_the_machine_is_measured_in_the_dtype_that_is_asked_for(dtype: str) -> N
     assert facts_of("--dtype", dtype, "--device", "cpu")["machine"]["dtype"] == asked
 
 
-def test_with_a_model_it_tells_what_serves_it_and_whether_the_tokens_are_those_of_generate(model_folder: Path) -> None:
+def test_with_a_model_it_tells_what_serves_it_and_whether_tokens_are_equal(model_folder: Path) -> None:
     model = facts_of("--model", str(model_folder), "--device", "cpu")["model"]
     loaded = lookahead.load(model_folder, device="cpu").model
     report = lookahead.backend_report(loaded)

@@ -103,7 +103,7 @@ def test_drafting_stops_where_a_further_pass_takes_longer_than_it_gains(
 
 
 @pytest.mark.parametrize("draft_s", [0.004, 0.1])
-def test_beside_a_draft_model_that_is_too_dear_the_names_draft_as_if_it_were_not_there(
+def test_beside_a_draft_model_that_is_too_dear_the_other_sources_draft_as_alone(
     looping_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, draft_s: float
 ) -> None:
     target, twin, draft = like(looping_llama, 0.0), like(looping_llama, 0.0), small()

@@ -227,7 +227,7 @@ def test_a_draft_model_that_was_not_asked_for_a_while_reads_what_it_missed(tiny_
             at += 1
 
 
-def test_a_draft_model_of_another_dtype_and_table_size_drafts_for_a_target_with_its_tokenizer(
+def test_a_draft_model_of_another_dtype_and_table_size_drafts(
     tiny_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     padded = small(128).bfloat16()

@@ -216,7 +216,7 @@ def test_one_failed_pass_of_a_probe_is_no_verdict(model: PreTrainedModel, monkey
     assert support_of(model, shortest=4, max_length=30, trusted=True).shape == "trees"
 
 
-def test_a_model_whose_activations_are_quantized_together_is_decoded_plainly_and_says_why(
+def test_activations_quantized_together_are_decoded_plainly_with_the_reason(
     model: PreTrainedModel,
 ) -> None:
     decode(model)  # a verdict on what it was before does not count
@@ -259,7 +259,7 @@ def test_a_default_dtype_or_device_of_torch_changes_no_token(name: str, dtype: t
             torch.set_default_dtype(torch.float32)
 
 
-def test_a_model_with_a_table_of_positions_is_drafted_for_up_to_its_end_and_no_further() -> None:
+def test_a_model_with_a_position_table_is_drafted_for_up_to_its_end() -> None:
     options: dict[str, Any] = {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.4}
     torch.manual_seed(3)
     gpt2 = GPT2LMHeadModel(GPT2Config(**options, n_positions=32, bos_token_id=1, eos_token_id=None)).eval()

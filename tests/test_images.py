@@ -162,7 +162,7 @@ def test_places_are_not_drafted_from_and_the_text_around_them_is() -> None:
     assert started == [[token for token in inputs["input_ids"][0].tolist() if token != PLACE]]
 
 
-def test_a_proposer_that_reads_hidden_states_is_refused_where_a_pass_of_the_models_own_shows_none() -> None:
+def test_a_proposer_of_hidden_states_is_refused_where_a_pass_shows_none() -> None:
     class Reader(Scripted):
         hidden_layers = (-1,)
 
@@ -303,7 +303,7 @@ def test_passes_that_do_not_see_all_that_the_model_sees_are_found_out(lost: int)
     assert reading.unsupported_reason("trees", (), 8) == ("its passes after them differ from ours" if lost else "")
 
 
-def test_a_cache_that_the_caller_gets_is_read_into_once_where_drafts_turn_out_not_to_follow() -> None:
+def test_the_callers_cache_is_filled_once_if_drafts_turn_out_not_to_follow() -> None:
     family = SEEING["Mllama"]
     model, inputs = build(family), prompts(family)
     expected = generated(model, **inputs, return_dict_in_generate=True)
@@ -375,7 +375,7 @@ def test_a_mistake_with_what_a_processor_returns_is_told(
         call()
 
 
-def test_a_pipeline_of_images_and_text_gives_under_the_switch_what_it_gives_without_it(
+def test_a_pipeline_of_images_and_text_gives_the_same_under_the_switch(
     accepted: list[int], tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     images = pytest.importorskip("PIL.Image")

@@ -42,7 +42,7 @@ def test_a_copy_that_picks_few_keys_has_the_weights_of_the_model_and_leaves_it_a
     assert picking_few(build(FAMILIES["Llama"])) is None
 
 
-def test_an_indexer_that_counts_slots_is_found_although_the_probed_texts_are_shorter_than_what_it_picks() -> None:
+def test_an_indexer_that_counts_slots_is_found_with_short_probes() -> None:
     family = replace(FAMILIES[NAME], options={**FAMILIES[NAME].options, "index_topk": 64})
     assert shape_of(build(family)) == "trees"
     model = build(family)

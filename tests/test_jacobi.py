@@ -188,7 +188,7 @@ def decode(proposer, prompt, target, count, room=1000, budget=1000):
     st.lists(st.integers(0, 12), min_size=1, max_size=20),
     st.one_of(st.just(1000), st.integers(0, 40)),
 )
-def test_every_offer_fits_its_room_starts_with_the_window_and_leaves_the_output_alone(size, target, prompt, room):
+def test_every_offer_fits_its_room_and_starts_with_the_window(size, target, prompt, room):
     proposer = JacobiProposer(BranchSize(*size))
     output, proposals, _ = decode(proposer, np.array(prompt, np.int32), target, 30, room=room, budget=room)
     text = list(prompt)

@@ -382,7 +382,7 @@ def test_results_become_a_parquet_file_and_can_be_gone_on_with():
     assert worker.seen == ["four"]
 
 
-def test_the_speed_of_a_job_is_that_of_the_clock_since_documents_are_decoded_beside_each_other():
+def test_the_speed_of_a_job_is_by_the_clock_as_documents_are_decoded_together():
     totals = JobTotals(summarized=2)
     totals.stats.emitted_tokens, totals.stats.decode_s = 300, 10.0  # of two documents in the same five seconds
     assert report.speed_of(totals, 6.0) == 50.0

@@ -163,7 +163,7 @@ def test_a_parquet_file_that_is_damaged_or_of_something_else_is_refused(damage: 
     ],
     ids=lambda columns: " ".join(columns),
 )
-def test_a_parquet_file_of_others_beside_a_manifest_of_this_job_is_named_and_left_alone(columns: Any) -> None:
+def test_a_foreign_parquet_file_beside_this_jobs_manifest_is_named_and_kept(columns: Any) -> None:
     output = Path("out.parquet")
     run(documents("ab"), output=output)
     table = {
@@ -254,7 +254,7 @@ def test_results_that_are_refused_can_be_begun_anew_by_the_same_process() -> Non
     assert run(documents("a"), overwrite=True).summarized == 1
 
 
-def test_a_manifest_tells_whether_the_job_came_to_its_end_and_how_many_lines_there_are() -> None:
+def test_a_manifest_tells_whether_the_job_ended_and_how_many_lines_there_are() -> None:
     manifest = Path("out.jsonl.manifest.json")
     with pytest.raises(Killed):
         run(documents("ab"), Worker(killed_after=1))

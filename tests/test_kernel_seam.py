@@ -367,7 +367,7 @@ def test_every_row_writes_its_nodes_behind_its_own_committed_slots(dtype, width:
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_rows_of_a_plain_step_that_differ_in_length_see_their_own_slots_and_no_others(groups: int) -> None:
+def test_rows_of_different_length_see_their_own_slots_in_a_plain_step(groups: int) -> None:
     slots = TreeSlots(rows=3, capacity=40)
     slots.lengths[:] = (2, 9, 5)
     slots.begin(1)

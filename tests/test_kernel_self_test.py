@@ -172,7 +172,7 @@ def test_a_test_that_crashes_hangs_or_fails_refuses_its_own_kernel_alone() -> No
 
 
 @pytest.mark.usefixtures("fake_test")
-def test_a_refused_kernel_is_named_in_one_line_and_verdicts_are_kept_for_other_processes(
+def test_a_refused_kernel_is_one_line_and_its_verdict_is_kept_for_processes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     variants = [sized(64), sized(80), sized(48)]
@@ -308,7 +308,7 @@ def test_an_eager_pass_takes_the_faster_attention_and_a_recorded_one_the_kernel(
         (ValueError("out of resource: shared memory, Required: 250000, Hardware limit: 101376"), True),
     ],
 )
-def test_a_verdict_is_kept_if_it_is_about_the_kernel_and_not_about_what_the_machine_lacks(
+def test_a_verdict_about_the_kernel_is_kept_and_one_about_the_machine_is_not(
     error: Exception, is_lasting: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(self_test, "verdict_of", Mock(side_effect=error))

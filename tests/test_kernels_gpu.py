@@ -145,7 +145,7 @@ def test_the_kernels_pass_their_test_in_a_process_of_their_own():
         assert not verdict.problem
 
 
-def test_a_prompt_read_in_parts_by_flash_attention_gives_the_logits_of_reading_it_at_once(monkeypatch):
+def test_a_prompt_read_in_parts_by_flash_attention_gives_the_same_logits(monkeypatch):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16).cuda().eval()
     prompts = [np.random.default_rng(n).integers(2, 101, n).astype(np.int32) for n in (1500, 700)]

@@ -149,7 +149,7 @@ def test_hidden_states_of_a_pass_stay_when_the_next_one_is_done(fused, calls, ta
 
 @on_x86
 @pytest.mark.parametrize("layer", [4, -5])
-def test_hidden_states_that_a_model_does_not_have_are_refused_by_a_pass_that_could_be_one_call(layer, fused, calls):
+def test_hidden_states_that_a_model_lacks_are_refused_by_a_whole_pass(layer, fused, calls):
     target = backend_for(made(dtype=SINGLE, **WIDE), rows=1, capacity=64, hidden_layers=(layer,))
     target.keeps_hidden = False
     with target.serving():
@@ -197,7 +197,7 @@ def test_weights_that_change_between_passes_are_packed_anew(fused, calls):
 
 
 @on_x86
-def test_a_change_that_counts_no_version_up_is_seen_by_the_next_call_while_another_is_open(fused, calls):
+def test_a_change_without_a_version_is_seen_by_the_next_call_while_one_is_open(fused, calls):
     before = logits_behind(model := made(**WIDE))
     with serving(model):
         assert torch.equal(logits_behind(model), before)

@@ -281,7 +281,7 @@ def test_refining_decodes_what_generate_does_with_the_same_prompts(tiny_llama, t
     assert len(rounds) == summary.parts > 3
 
 
-def test_a_summary_that_is_too_long_for_its_place_is_cut_and_an_empty_one_changes_nothing(tiny_llama, tiny_tokenizer):
+def test_a_summary_too_long_for_its_place_is_cut_and_an_empty_one_is_ignored(tiny_llama, tiny_tokenizer):
     tokenizer = chat(tiny_tokenizer)
     fitter = PromptFitter(tiny_llama, tokenizer, 30, request=SummaryRequest(refine=True))
     pipeline = SummaryPipeline(SENTENCE * 40, fitter)

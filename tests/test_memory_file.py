@@ -360,7 +360,7 @@ def test_a_memory_of_another_model_stops_a_command_before_it_begins(command, tmp
         )
 
 
-def test_what_is_no_memory_or_cannot_be_written_is_refused_before_the_model_is_loaded(command, tmp_path, monkeypatch):
+def test_a_bad_memory_file_is_refused_before_the_model_is_loaded(command, tmp_path, monkeypatch):
     monkeypatch.setattr("lookahead.loading.loading.load", lambda *_, **__: pytest.fail("the model was loaded"))
     (tmp_path / "bad.lkm").write_text("no memory")
     for memory, complaint in (

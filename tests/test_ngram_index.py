@@ -146,7 +146,7 @@ def test_a_capped_index_forgets_the_oldest_and_answers_for_the_rest():
     assert find(index, **NO_LIMIT) == find_by_scan(stream, stream)
 
 
-def test_a_tree_grown_after_the_arena_moved_and_after_it_forgot_is_that_of_a_new_index():
+def test_a_tree_grown_after_the_arena_moved_or_forgot_is_that_of_a_new_index():
     rng, capped, text = np.random.default_rng(0), ChainIndex(max_tokens=4096), []
     for _ in range(60):
         piece = rng.integers(0, 500, 200).tolist()
@@ -295,7 +295,7 @@ def test_a_hit_rate_starts_at_its_guess_and_ends_at_what_was_seen():
     assert rates.table[kin, 0] == rates.prior[kin]  # its own counts are untouched
 
 
-def test_what_is_learned_of_one_candidate_moves_others_of_its_kind_at_once_and_no_more():
+def test_what_is_learned_of_a_candidate_moves_others_of_its_kind_alone():
     rates = HitRates()
     short, kin, copy = (feature_of_match(length, rank, 0) for length, rank in ((1, 0), (3, 2), (16, 0)))
     for _ in range(40):

@@ -298,7 +298,7 @@ def test_what_other_texts_offer_leaves_the_promise_of_the_rows_own_text_alone():
     assert chance_of(beside, 1) == pytest.approx(chance_of(alone, 1))
 
 
-def test_another_text_that_the_rows_own_contradicts_after_as_long_a_match_is_hardly_believed_however_long_it_is():
+def test_another_text_that_the_rows_own_contradicts_is_hardly_believed():
     shared, memory = list(range(10, 40)), Memory()
     memory.outputs.append(ids(*shared, 7, 8, 9))
     own = NgramProposer(["prompt", "outputs"], memory)

@@ -122,7 +122,7 @@ def test_rows_of_half_precision_have_the_bits_that_the_policy_of_the_pass_names(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_torch_multiplies_as_many_rows_at_a_time_as_keep_their_bits_and_a_prompt_at_once(shape, rows_of_torch):
+def test_torch_multiplies_as_many_rows_as_keep_their_bits_and_a_prompt_at_once(shape, rows_of_torch):
     model, x = half_model(shape), cancelling_rows(75, shape[1])
     most = max(1, rows_of(Kind.of(model[0].weight, model[0].bias), Layout()).solo)
     run(LinearScope(model, packs=False), model, x[None], BitPolicy.SOLO)
@@ -336,7 +336,7 @@ def test_activations_and_a_bias_that_are_not_contiguous_are_read_as_they_stand(p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_packed_copies_know_their_bytes_and_one_that_several_policies_share_counts_once(shape, dtype, laid_out):
+def test_packed_copies_know_their_bytes_and_a_shared_one_counts_once(shape, dtype, laid_out):
     layer, packed = nn.Linear(*shape[::-1], dtype=dtype), linears.PackedLinear()
     assert packed.nbytes == 0
     for policy in BitPolicy:

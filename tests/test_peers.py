@@ -95,7 +95,7 @@ BLOCKS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=
 
 
 @given(BLOCKS, st.data())
-def test_sam_drafts_the_first_of_the_longest_matches_and_recycled_tokens_where_these_are_short(blocks, data):
+def test_sam_drafts_the_first_longest_match_and_recycled_tokens_after_short_ones(blocks, data):
     orders = st.lists(st.sampled_from(blocks), min_size=1, max_size=9)
     text = [0, *chain(*data.draw(orders))]
     matches = [(same_end(text[:end], text), text[end:]) for end in range(1, len(text))]
@@ -121,7 +121,7 @@ def same_end(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 @given(st.lists(st.integers(0, 2), min_size=11, max_size=60), st.integers(1, 40), st.integers(1, 8))
-def test_racer_joins_the_most_frequent_continuations_of_all_suffixes_with_the_logits_tree(text, nodes, breadth):
+def test_racer_joins_the_most_frequent_continuations_with_the_logits_tree(text, nodes, breadth):
     rule = Racer(9, breadth=breadth)
     rule.start(0, np.array(text[:5], np.int32))
     successors = {token: [(3 * token + rank) % 9 for rank in range(8)] for token in range(7)}

@@ -235,7 +235,7 @@ def test_typical_acceptance_does_not_ask_them_about_tokens_that_may_not_be_emitt
     assert torch.equal(ours, expected)
 
 
-def test_a_call_with_other_ids_of_the_same_width_begins_anew_in_transformers_own_loop(make, made):
+def test_a_call_with_other_ids_of_the_same_width_begins_anew_in_the_own_loop(make, made):
     """The ids of the next call may be as long as those of another token would be."""
     processor, scores = PerRow(make), torch.zeros(1, 9)
     processor(torch.tensor([[1, 2, 3]]), scores)

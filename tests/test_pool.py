@@ -248,7 +248,7 @@ CHANGES = {"cut short": lambda path: os.truncate(path, 0), "made longer": length
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_somebody_changes_while_it_is_drafted_from_is_told_and_ends_nothing(path, change):
+def test_a_pool_changed_while_it_is_drafted_from_is_told_and_ends_nothing(path, change):
     def draft():
         proposer = NgramProposer(("corpus",), pool=Pool.open(path))
         proposer.start(0, np.array([1, 5, 6], np.int32))

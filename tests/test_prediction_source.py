@@ -87,7 +87,7 @@ def test_a_right_prediction_is_followed_to_its_end(sources: Sequence[str]) -> No
         assert len(replay(started([output], sources), output, 32)) <= 2 + length // 33
 
 
-def test_without_a_right_token_nothing_but_the_prediction_is_offered_where_it_is_the_only_source() -> None:
+def test_the_prediction_as_only_source_offers_nothing_else_without_a_right_token() -> None:
     proposer = started([text(50)], ["prediction"])
     replay(proposer, np.tile(ids(4001, 4002), 20))
     offer = proposer.propose(0, 64)

@@ -80,7 +80,7 @@ def test_a_row_that_is_not_finite_changes_no_other(rows, wrong, dtype):
 
 
 @needs_halves
-def test_a_sum_that_vanishes_has_the_sign_that_torch_gives_it_where_its_order_is_kept():
+def test_a_sum_of_zero_has_the_sign_of_torch_where_its_order_is_kept():
     x, weight = (torch.full((rows, 1536), 2.0**-100, dtype=torch.bfloat16) for rows in (9, 96))
     x[::2] *= -1
     got = packed_product.multiply(packed_product.pack(weight, 512), x, None)
@@ -172,9 +172,7 @@ def multiplied_alone(model: nn.Module) -> bool:
 @needs_halves
 @shapes
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_prompt_goes_to_the_kernel_only_if_any_number_of_rows_has_the_bits_of_torch(
-    shape, has_bias, taken, packs_by_kernel
-):
+def test_a_prompt_goes_to_the_kernel_only_if_all_row_counts_have_torchs_bits(shape, has_bias, taken, packs_by_kernel):
     model, x = half_model(shape, bias=has_bias), cancelling_rows(260, shape[1])
     is_alone, scope = multiplied_alone(model), LinearScope(model)
     # Without these instructions torch multiplies each row alone.

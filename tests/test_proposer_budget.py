@@ -116,7 +116,7 @@ def test_however_much_a_reading_took_another_row_is_tried_some_time() -> None:
 
 
 @pytest.mark.parametrize("at_first_s", [0.0, 1e-9])
-def test_one_whose_rows_take_nothing_to_read_at_first_and_then_too_much_is_shown_few_more(at_first_s: float) -> None:
+def test_a_proposer_that_gets_too_dear_to_read_is_shown_few_more_rows(at_first_s: float) -> None:
     budget, shown = Budget(), 0
     for _ in range(5):
         budget.charge(spent_s=at_first_s, alone=0.0, tokens=1.0, step_s=0.01 + at_first_s, is_first=True)

@@ -173,7 +173,7 @@ def test_a_product_is_that_of_what_is_rounded_and_a_row_is_the_same_in_any_compa
             assert torch.equal(layer(x[None, -rows:])[0], alone[-rows:]), rows
 
 
-def test_weights_of_4_bits_are_nearer_than_16_equal_steps_from_the_least_to_the_largest():
+def test_weights_of_4_bits_are_nearer_than_16_equal_steps():
     torch.manual_seed(0)
     own = nn.Linear(1536, 48, bias=False)
     with torch.no_grad():

@@ -135,9 +135,7 @@ class DeadlyWorker(RayWorker):
 
 
 @pytest.mark.exhaustive
-def test_what_fails_in_a_worker_and_what_kills_workers_is_put_aside_and_the_rest_is_done(
-    model_folder, cli_folder, monkeypatch
-):
+def test_documents_that_fail_or_kill_workers_are_put_aside_and_the_rest_is_done(model_folder, cli_folder, monkeypatch):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers do not know this file
     good = [Document(f"d{i}", f"Text number {i}.") for i in range(8)]
     blank, deadly = Document("blank", " "), Document("deadly", "A tilde: ~")
@@ -182,9 +180,7 @@ def test_without_ray_the_extra_is_named(summarize, cli_folder, monkeypatch):
     assert "--ray needs ray: pip install 'lookahead-decoding[ray]'" in result.stderr
 
 
-def test_ctrl_c_at_a_terminal_ends_a_job_of_workers_and_its_cluster_and_keeps_what_is_finished(
-    model_folder, cli_folder
-):
+def test_ctrl_c_ends_a_job_of_workers_and_its_cluster_and_keeps_finished_lines(model_folder, cli_folder):
     """It reaches the command and what it started alike."""
     texts = "".join(json.dumps({"id": f"d{i}", "text": f"Text number {i}, of some words."}) + "\n" for i in range(4000))
     (cli_folder / "many.jsonl").write_text(texts)

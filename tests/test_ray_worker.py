@@ -71,7 +71,7 @@ def test_an_engine_that_stops_lets_nobody_wait(model_folder, monkeypatch):
     assert "the engine stopped" in str(answers[0]) and "no more of it" in str(answers[0])
 
 
-def test_a_job_goes_to_another_process_as_it_is_and_heads_by_the_name_of_their_folder(tmp_path):
+def test_a_job_goes_to_another_process_as_it_is_and_heads_by_their_folder(tmp_path):
     (tmp_path / "prompt.txt").write_text("In one word: {document}")
     options = JobOptions(heads="folder", window="auto", refine=True, rows=2, prompt_file=tmp_path / "prompt.txt")
     settings = options.settings()

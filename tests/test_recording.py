@@ -213,7 +213,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
 
 
-def test_a_pass_runs_once_on_the_stream_it_is_recorded_on_and_the_callers_stream_comes_back(
+def test_a_pass_runs_once_on_the_recording_stream_and_the_callers_comes_back(
     fake_cuda: FakeCuda,
 ) -> None:
     streams: list[Any] = []

@@ -109,7 +109,7 @@ def test_what_text_and_memory_both_offer_is_one_node_likelier_than_either():
 
 
 @pytest.mark.parametrize("matched", [2, 3, 5, 9, 20])
-def test_a_match_is_worth_what_the_target_last_said_of_its_token_after_the_same_words(matched):
+def test_a_match_is_worth_what_the_target_last_said_after_the_same_words(matched):
     words, rest = list(range(100, 100 + matched)), list(range(20, 27))
     promised = []
     for top in ([3, *rest], [*rest[:3], 3, *rest[3:]][:8], [19, *rest]):
@@ -151,7 +151,7 @@ def records_after(*context: int) -> Records:
     return records_of(table, 101)[0]
 
 
-def test_a_context_that_is_never_met_again_stays_what_it_was_however_many_merges_pass():
+def test_a_context_never_met_again_stays_as_it_was_through_many_merges():
     records = records_after(5, 9)
     known = find_recycled(table_of(records), [5, 9])
     for _ in range(300):

@@ -328,7 +328,7 @@ def test_where_nothing_is_sampled_the_output_is_that_of_generate() -> None:
     assert torch.equal(got, target.generate(prompt, **options))
 
 
-def test_a_draft_model_that_learned_nothing_yet_draws_the_same_tokens_from_the_same_seed() -> None:
+def test_a_draft_model_without_learning_draws_the_same_tokens_from_the_same_seed() -> None:
     target, prompt = tiny(), torch.tensor([[3, 4, 5], [7, 7, 8]])
     outputs = []
     for _ in range(2):

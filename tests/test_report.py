@@ -102,7 +102,7 @@ def test_the_speed_beside_plain_decoding_is_that_of_the_documents_decoded_both_w
     assert "2× the speed of plain decoding" in shown
 
 
-def test_documents_that_took_longest_and_gained_most_and_least_come_with_their_summaries(report) -> None:
+def test_the_slowest_and_most_and_least_gaining_documents_come_with_summaries(report) -> None:
     shown = words(report([line(number, seconds=1.0 + number) for number in range(12)]))
     longest, most, least = re.split("Gained most, by speedup|Gained least, by speedup", shown.split("Took longest")[1])
     assert re.findall(r"Summary (\d+)\.", longest) == ["11", "10", "9", "8", "7"]

@@ -63,7 +63,7 @@ def test_do_sample_false_has_the_last_word(tiny_llama, tiny_tokenizer, call):
 
 
 @CALLS
-def test_temperature_zero_takes_the_likeliest_tokens_whatever_the_model_says_and_warns_of_nothing(
+def test_temperature_zero_takes_the_likeliest_tokens_without_a_warning(
     tiny_llama, tiny_tokenizer, call, caplog, monkeypatch
 ):
     expected = of_transformers(tiny_llama, tiny_tokenizer, do_sample=False)
@@ -106,7 +106,7 @@ def test_model_generate_under_enable_keeps_the_rule_of_transformers(tiny_llama, 
         assert of_transformers(tiny_llama, tiny_tokenizer, temperature=0.7) == expected
 
 
-def test_a_temperature_of_zero_is_no_temperature_to_sample_at_and_hides_no_other_mistake(tiny_llama, tiny_tokenizer):
+def test_a_temperature_of_zero_is_refused_for_sampling_and_hides_no_mistake(tiny_llama, tiny_tokenizer):
     with pytest.raises(lookahead.ConfigError, match="temperature must be more than 0 to sample, got 0"):
         by_generate(tiny_llama, tiny_tokenizer, temperature=0, do_sample=True)
     with pytest.raises(lookahead.ConfigError, match="top_p must be a number from 0 to 1, got 5"):

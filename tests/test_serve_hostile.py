@@ -100,7 +100,7 @@ def test_a_web_page_of_another_origin_cannot_even_begin_an_answer(server):
 
 
 @pytest.mark.parametrize("hosts", [(), ("Box.local",)])
-def test_a_server_is_reached_by_addresses_and_its_names_and_not_by_other_names_that_lead_to_it(hosts):
+def test_a_server_is_reached_by_addresses_and_its_own_names_alone(hosts):
     async def status(host: str) -> int:
         seen: list[Any] = []
 

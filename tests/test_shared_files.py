@@ -155,7 +155,7 @@ def test_a_folder_of_heads_is_written_by_one_run(tiny_llama: Any, tiny_tokenizer
 
 
 @pytest.mark.parametrize("folder", ["gone", "a/b", *[path for path in ("/proc", "/proc/self") if Path(path).is_dir()]])
-def test_a_folder_that_is_missing_or_takes_no_files_has_no_locks_and_nobody_waits_for_one(folder: str) -> None:
+def test_a_folder_that_is_missing_or_takes_no_files_has_no_locks(folder: str) -> None:
     before = Path(folder).exists()
     with pytest.raises(FileNotFoundError), locked(Path(folder, "file"), timeout_s=2):
         pass

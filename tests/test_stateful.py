@@ -187,7 +187,7 @@ def test_rows_that_are_refilled_refuse_what_may_keep_a_state_by_name(
     assert len(list(lookahead.stream_many(looping_llama, tiny_tokenizer, ["ab", "cd"], **options))) == 2
 
 
-def test_typical_acceptance_asks_nothing_that_keeps_a_state_about_tokens_that_are_not_emitted(
+def test_typical_acceptance_asks_no_stateful_object_about_tokens_not_emitted(
     looping_llama: PreTrainedModel,
 ) -> None:
     typical = LookaheadConfig(acceptance="typical", draft="fixed", memory="request")
@@ -209,7 +209,7 @@ def test_typical_acceptance_asks_nothing_that_keeps_a_state_about_tokens_that_ar
             outcome(looping_llama, {**sampled, **make(), "do_sample": False}, **extra)
 
 
-def test_typical_acceptance_drafts_beside_processors_that_keep_no_state_and_any_criterion(
+def test_typical_acceptance_drafts_beside_stateless_processors_and_criteria(
     looping_llama: PreTrainedModel, accepted: list[int]
 ) -> None:
     typical = LookaheadConfig(acceptance="typical", draft="fixed", memory="request")

@@ -238,7 +238,7 @@ def test_a_text_is_gone_on_with_from_a_cache_with_states(name: str) -> None:
     assert torch.equal(gone_on, generate(model, asked, do_sample=False))
 
 
-def test_the_linear_layers_of_a_recurrent_layer_run_once_a_pass_however_deep_the_trees_are() -> None:
+def test_linear_layers_of_a_recurrent_layer_run_once_a_pass_at_any_depth() -> None:
     model = build(FAMILIES["Qwen3_5"])
     mixer: Any = model.get_submodule(next(iter(mixers_of(model).layers)))
     linears, calls = [each for each in mixer.children() if isinstance(each, torch.nn.Linear)], list[torch.nn.Module]()

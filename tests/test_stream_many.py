@@ -158,9 +158,7 @@ def test_a_row_that_ends_is_filled_at_once(tiny_llama, tiny_tokenizer):
 
 
 @pytest.mark.parametrize("sources", [("prompt", "outputs"), ("prompt",)], ids="+".join)
-def test_a_row_drafts_from_a_row_with_its_prompt_that_is_ahead_unless_outputs_are_no_source(
-    tiny_llama, tiny_tokenizer, sources
-):
+def test_a_row_drafts_from_one_ahead_with_its_prompt_if_outputs_are_a_source(tiny_llama, tiny_tokenizer, sources):
     other, shared = texts(2, seed=5)
     config = LookaheadConfig(proposers=sources, draft="fixed", max_nodes=30, memory="request")
     scheduler, done = Scheduler(PromptReader(tiny_llama, tiny_tokenizer, config), rows=2), []
@@ -176,7 +174,7 @@ def test_a_row_drafts_from_a_row_with_its_prompt_that_is_ahead_unless_outputs_ar
     assert (behind.stats.accepted_by_source.get("outputs", 0) >= 15) == ("outputs" in sources)
 
 
-def test_a_prompt_that_outgrows_the_models_positions_fails_alone_and_an_output_ends_there(gpt2, tiny_tokenizer):
+def test_a_prompt_beyond_the_models_positions_fails_alone_and_outputs_end_there(gpt2, tiny_tokenizer):
     prompts = texts(6, longest=30)
     prompts[2], prompts[4] = texts(1, 70, 70)[0], texts(1, 60, 60)[0]
     done = many(gpt2, tiny_tokenizer, prompts, rows=3, max_new_tokens=20)
@@ -355,9 +353,7 @@ def test_a_mode_without_exact_form_is_refused(tiny_llama, tiny_tokenizer):
 
 
 @pytest.mark.filterwarnings("ignore:LlamaForCausalLM cannot be decoded speculatively")
-def test_a_model_that_scores_no_drafts_is_decoded_plainly_unless_drafts_were_asked_for(
-    tiny_llama, tiny_tokenizer, monkeypatch
-):
+def test_a_model_that_scores_no_drafts_is_decoded_plainly_unless_asked_for(tiny_llama, tiny_tokenizer, monkeypatch):
     from lookahead.backend.support import Support
 
     for place in ("lookahead.backend.support", "lookahead.decoding.scheduler"):

@@ -165,7 +165,7 @@ def test_values_out_of_range_are_refused_with_the_range(run, command, words, tol
         (["--model", "somewhere"], {}),
     ],
 )
-def test_the_default_model_alone_has_options_against_loops_unless_the_user_gives_some(words, kept):
+def test_only_the_default_model_has_options_against_loops_unless_given(words, kept):
     from lookahead.cli.job_options import JobOptions
 
     names = {"--stop": "stop", "--repetition-penalty": "repetition_penalty", "--model": "model"}

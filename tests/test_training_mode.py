@@ -40,7 +40,7 @@ def test_a_model_in_training_mode_is_served_unless_its_passes_are_random(model: 
         assert torch.equal(decode(model), expected)
 
 
-def test_gradient_checkpointing_in_training_mode_is_served_where_generate_has_no_cache_either(
+def test_gradient_checkpointing_is_served_where_generate_has_no_cache_either(
     model: PreTrainedModel,
 ) -> None:
     expected = model.generate(IDS, **GREEDY)

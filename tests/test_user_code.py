@@ -152,7 +152,7 @@ def test_trust_is_asked_for_at_every_call():
     assert len(seen) == NEW
 
 
-def test_a_configuration_that_demands_nothing_never_turns_plain_decoding_into_an_error():
+def test_a_configuration_without_demands_never_makes_plain_decoding_an_error():
     model = _hooked(steered)
     answers = tokens(model)
     for options in ({"max_nodes": 8}, {"memory": "request"}, {"draft": "fixed"}, {"window": "auto"}, {}):

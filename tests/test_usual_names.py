@@ -232,7 +232,7 @@ def test_a_machine_without_models_has_an_empty_list(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["file", "loop", "home", "reference"])
-def test_a_cache_of_the_hub_that_cannot_be_read_is_one_line_and_other_models_are_listed(hub, monkeypatch, damage):
+def test_an_unreadable_hub_cache_is_one_line_and_other_models_are_listed(hub, monkeypatch, damage):
     if damage == "reference":
         (hub / "models--maker--tiny" / "refs" / "main").write_bytes(b"\xff")
     else:

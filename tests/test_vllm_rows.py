@@ -121,7 +121,7 @@ def test_requests_with_one_text_in_two_rows_are_two():
     assert first is not second
 
 
-def test_another_request_with_the_same_beginning_and_end_is_not_taken_for_the_one_before():
+def test_a_request_with_the_same_beginning_and_end_is_not_taken_for_another():
     proposer, engine = engine_of(lambda tokens: 1 + len(tokens) % 9)
     run(engine, [StubRequest([1], 40)])  # steps with and without drafts are timed
     shared = list(range(100, 140))
@@ -152,7 +152,7 @@ def test_the_second_turn_of_a_chat_adds_to_the_text_of_the_first(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_thousand_requests_that_end_or_are_preempted_at_random_leave_nothing_behind(seed, caplog):
+def test_a_thousand_requests_ended_or_preempted_at_random_leave_nothing_behind(seed, caplog):
     rng = np.random.default_rng(seed)
     proposer, engine = engine_of(lambda tokens: tokens[-int(1 + tokens[0] % 9)], memory_tokens=4096)
     waiting = [

@@ -117,10 +117,10 @@ def _read_prompts(options: BenchOptions) -> list[str]:
         return []
     sources, _ = find_sources(options.prompts, options.field)
     texts = []
-    for each in read_documents(sources, limit=int(options.max_document_mb * MEGABYTE)):
-        if isinstance(each, Reject):
-            raise PromptError(each.error)
-        texts.append(each.text)
+    for document in read_documents(sources, limit=int(options.max_document_mb * MEGABYTE)):
+        if isinstance(document, Reject):
+            raise PromptError(document.error)
+        texts.append(document.text)
     return texts
 
 

@@ -50,7 +50,9 @@ def _parameters_of(options: type) -> list[inspect.Parameter]:
 def _unwrapped(text: str) -> str:
     """A docstring with each paragraph on one line, so that a terminal wraps it; indented lines, the examples, stay."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(each if each.startswith(" ") else each.replace("\n", " ") for each in paragraphs)
+    return "\n\n".join(
+        paragraph if paragraph.startswith(" ") else paragraph.replace("\n", " ") for paragraph in paragraphs
+    )
 
 
 def _check_texts(options: type, values: Mapping[str, Any]) -> None:
@@ -134,7 +136,7 @@ class App(typer.Typer):
         The words replace their names in braces in its docstring.
         """
         options = options or next(hint for name, hint in get_type_hints(function).items() if name != "return")
-        arguments = {each.name for each in fields(options) if each.metadata.get("argument")}
+        arguments = {field.name for field in fields(options) if field.metadata.get("argument")}
 
         def run(ctx: typer.Context, **values: Any) -> None:
             job_file = ctx.default_map or {}  # click takes options from it, but not arguments

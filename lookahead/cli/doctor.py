@@ -47,7 +47,7 @@ def doctor(options: DoctorOptions) -> None:
     """
     loaded = None
     if options.model is not None:
-        shared = {each.name: getattr(options, each.name) for each in fields(ModelOptions)}
+        shared = {field.name: getattr(options, field.name) for field in fields(ModelOptions)}
         loaded = load(ModelOptions(**shared))
     elif options.quantize is not None:
         raise ConfigError(f"quantize is for a model: name one with --model, got --quantize {options.quantize} alone")
@@ -81,7 +81,7 @@ def _lines(facts: dict[str, Any], extras: dict[str, str]) -> Iterator[str]:
     speed = f"{machine['flops'] / 1e9:.1f} GFLOP/s and {machine['bytes_per_s'] / 1e9:.1f} GB/s"
     yield f"  speed on {machine['device']} in {machine['dtype']}: {speed}"
     yield "packages"
-    yield f"  {', '.join(' '.join(each) for each in versions.items())}"
+    yield f"  {', '.join(' '.join(item) for item in versions.items())}"
     for extra, packages in facts["missing_extras"].items():
         yield f"  not installed, for {extras[extra]}: {', '.join(packages)}: pip install 'lookahead-decoding[{extra}]'"
     yield "caches"

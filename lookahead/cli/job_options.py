@@ -129,8 +129,8 @@ class JobOptions(DocumentOptions, SummaryOptions):
         path = self.prompt_file
         prompt = None if path is None else decode_bytes(read_bounded(str(path), MEGABYTE), str(path))
         request = SummaryRequest(prompt=prompt, style=self.style, refine=self.refine)
-        own = {each.name for each in fields(self)}
-        shared = {each.name: getattr(self, each.name) for each in fields(JobSettings) if each.name in own}
+        own = {field.name for field in fields(self)}
+        shared = {field.name: getattr(self, field.name) for field in fields(JobSettings) if field.name in own}
         if self.dtype == FASTEST:  # workers on several machines would choose several types
             shared["dtype"] = "auto"
         predicts = self.prediction_field is not None

@@ -67,7 +67,7 @@ class JobIdentity:
 
     def to_dict(self) -> dict[str, Any]:
         """The identity as the JSON-ready dict of the manifest."""
-        names = [each.name for each in fields(self) if each.name != "options"]
+        names = [field.name for field in fields(self) if field.name != "options"]
         named = {_KEYS.get(name, name): getattr(self, name) for name in names}
         return {**named, **self.options}
 

@@ -128,7 +128,7 @@ class Line:
         return replace(self, id=name, stats=None, plain=None, speedup=None, identical=None, copy_of=first)
 
 
-_KIND_OF = {each.name: _KINDS[str(each.type).partition(" | ")[0]] for each in fields(Line) if each.name != "others"}
+_KIND_OF = {field.name: _KINDS[str(field.type).partition(" | ")[0]] for field in fields(Line) if field.name != "others"}
 _REJECT_FIELDS = ("id", "error", "document")
 _FIELDS = {True: _REJECT_FIELDS, False: tuple(name for name in _KIND_OF if name != "error")}  # by `is_reject`
 _NEEDED = {True: ("id", "error"), False: ("id", "document", "fingerprint")}

@@ -34,11 +34,11 @@ def load_blocks(file: Path, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     processor = processor_of(plan.architecture, config)
     orders, state = RowOrders(processor), dict[str, Tensor]()
-    for each in plan.tensors:
-        if each.is_kept:
-            state[each.place] = _laid_out(file, each, orders)
+    for tensor in plan.tensors:
+        if tensor.is_kept:
+            state[tensor.place] = _laid_out(file, tensor, orders)
         else:
-            state |= _dequantized(file, each, processor, dtype)
+            state |= _dequantized(file, tensor, processor, dtype)
     kind = getattr(transformers, config.architectures[0])  # auto classes need a name
     options: dict[str, Any] = {"state_dict": state, "dtype": dtype, "local_files_only": True}
     model: PreTrainedModel = load_weights(

@@ -45,7 +45,7 @@ def _problems(values: dict[str, Any], shapes: dict[str, list[int]], keys: set[st
     for key in needed:
         is_there = own[key] in values
         if _EPSILON.fullmatch(key):
-            is_there = any(_EPSILON.fullmatch(each.removeprefix(f"{architecture}.")) for each in values)
+            is_there = any(_EPSILON.fullmatch(value.removeprefix(f"{architecture}.")) for value in values)
         if not is_there and not _OPTIONAL.fullmatch(key):
             yield f"its metadata lacks {own[key]}"
     largest = max((size for shape in shapes.values() for size in shape), default=1)
@@ -76,7 +76,7 @@ def _problem_of_value(key: str, value: Any, most: int) -> Iterator[str]:
     elif _SIZE.fullmatch(key):
         # Some architectures have a number per block, 0 for a block without that part.
         least, numbers = (0, value) if isinstance(value, list) else (1, [value])
-        if not numbers or any(type(each) is not int or not least <= each <= most for each in numbers):
+        if not numbers or any(type(number) is not int or not least <= number <= most for number in numbers):
             yield f"{key} must be a whole number from 1 to {most}, got {value!r}"
 
 

@@ -72,7 +72,7 @@ class Plan(NamedTuple):
     @property
     def dequantized(self) -> list[str]:
         """The block types of the dequantized tensors."""
-        return sorted({each.kind for each in self.tensors if not each.is_kept} - _FLOATS)
+        return sorted({tensor.kind for tensor in self.tensors if not tensor.is_kept} - _FLOATS)
 
 
 def planned_once(file: Path, announce: Callable[[str], None] | None = None) -> tuple[Path, Plan]:
@@ -108,7 +108,7 @@ def _describe(file: Path, announce: Callable[[str], None] | None, folder: Path) 
     if announce is not None:
         announce(f"reading what {file.name} holds, once (about {_S} seconds)")
     with one_error(file):
-        config, tokenizer = read_parts(file, sum(int(each.n_elements) for each in reader.tensors))
+        config, tokenizer = read_parts(file, sum(int(tensor.n_elements) for tensor in reader.tensors))
         with torch.device("meta"):
             model = auto_class(config).from_config(config)
         plan = plan_of(reader, model)
@@ -131,16 +131,18 @@ def plan_of(reader: Any, model: PreTrainedModel) -> Plan:
     if not block_product.is_supported():
         return Plan(architecture, "this CPU has no instructions for float16", [], {})
     orders, parameters = RowOrders(processor), dict(model.named_parameters())  # tied ones once
-    tensors = [_placed(each, places[each.name]) for each in reader.tensors if each.name in places]
-    shapes = {each.place: each.shape for each in tensors}
+    tensors = [_placed(tensor, places[tensor.name]) for tensor in reader.tensors if tensor.name in places]
+    shapes = {tensor.place: tensor.shape for tensor in tensors}
     others = _other_shapes(shapes, parameters)
     check_fit(model, [*fault("lacks", parameters.keys() - shapes), *fault(OTHER_SHAPES, others)])
-    check_places((each.name for each in reader.tensors), places, model)
-    tensors = [each._replace(is_kept=_keeps_blocks(each, model, orders)) for each in tensors]
-    layers = {each.place.removesuffix(".weight"): each.kind for each in tensors if each.is_kept}
-    kept, all_of_them = (sum(each.numbers for each in tensors if each.is_kept or counts) for counts in (False, True))
+    check_places((tensor.name for tensor in reader.tensors), places, model)
+    tensors = [tensor._replace(is_kept=_keeps_blocks(tensor, model, orders)) for tensor in tensors]
+    layers = {tensor.place.removesuffix(".weight"): tensor.kind for tensor in tensors if tensor.is_kept}
+    kept, all_of_them = (
+        sum(tensor.numbers for tensor in tensors if tensor.is_kept or counts) for counts in (False, True)
+    )
     if kept < _SHARE * all_of_them:
-        kinds = sorted({each.kind for each in tensors if not each.is_kept and len(each.shape) > 1})
+        kinds = sorted({tensor.kind for tensor in tensors if not tensor.is_kept and len(tensor.shape) > 1})
         return Plan(architecture, f"most of its weights, of {' and '.join(kinds)}, are not multiplied so", [], {})
     return Plan(architecture, "", tensors, {**layers, **_tied(model, layers)})
 

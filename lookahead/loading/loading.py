@@ -331,9 +331,9 @@ def _did_you_mean(model: str, files: Sequence[str]) -> str:
     path = Path(os.path.expanduser(model))
     near = [*path.parent.glob("*"), *path.parent.parent.glob("*/*")]
     paths = (str(each) for each in near if is_gguf(each) or any(os.path.isfile(each / file) for file in files))
-    names = {each.lower(): each for each in paths}
+    names = {path.lower(): path for path in paths}
     if not model.startswith((".", "~", "/")):
-        cached = (each.name.removeprefix("models--") for each in Path(HF_HUB_CACHE).glob("models--*"))
+        cached = (path.name.removeprefix("models--") for path in Path(HF_HUB_CACHE).glob("models--*"))
         names |= {name.replace("--", "/").lower(): name.replace("--", "/") for name in cached}
         names |= dict.fromkeys((DEFAULT_MODEL, "smollm2-135m-instruct"), DEFAULT_MODEL)
     close = get_close_matches(str(path).lower(), names, n=1, cutoff=_CLOSE)

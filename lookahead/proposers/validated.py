@@ -43,7 +43,7 @@ class ValidatedProposer(BatchProposer):
                 f"{', '.join(lacking)}; derive it from lookahead.proposers.base.Proposer"
             )
         sources = proposer.sources
-        if not isinstance(sources, tuple) or not sources or not all(isinstance(each, str) for each in sources):
+        if not isinstance(sources, tuple) or not sources or not all(isinstance(source, str) for source in sources):
             raise ProposerError(f"sources of the proposer {self._name} must be a tuple of names, got {sources!r}")
         self._proposer = proposer
         self._ask_rows = batch_propose_fn(proposer)

@@ -85,13 +85,13 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Token counts; drafting counters are under `lookahead`."""
-        stats = total([each.stats for each in self.choices])
-        prompt, new = sum(self._prompt_tokens), sum(each.tokens for each in self.choices)
+        stats = total([choice.stats for choice in self.choices])
+        prompt, new = sum(self._prompt_tokens), sum(choice.tokens for choice in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(each.stats.reused_tokens for each in self.choices)},
+            "prompt_tokens_details": {"cached_tokens": sum(choice.stats.reused_tokens for choice in self.choices)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.accepted_prediction_tokens,
                 "rejected_prediction_tokens": stats.rejected_prediction_tokens,

@@ -119,7 +119,7 @@ class DecodingLoop:
     def figures(self) -> dict[str, float]:
         """Counts of running outputs and waiting requests, bytes of keys and values, prompt tokens read and reused."""
         counts = [lane.figures() for lane in self._lanes]
-        figures = {name: sum(each[name] for each in counts) for name in counts[0]}
+        figures = {name: sum(count[name] for count in counts) for name in counts[0]}
         return figures | {"cache_bytes": figures["cache_bytes"] + self.store.nbytes}
 
     def close(self) -> None:

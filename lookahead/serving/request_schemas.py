@@ -264,7 +264,7 @@ def _of_fitting_branch(errors: Sequence[Any]) -> tuple[Any, str]:
     best = max(branches.values(), key=fit)
     if best["type"] == "extra_forbidden":
         return best, "unknown field"
-    others = [each["msg"] for each in branches.values() if fit(each) == fit(best)] if _is_of_type(best) else []
+    others = [branch["msg"] for branch in branches.values() if fit(branch) == fit(best)] if _is_of_type(best) else []
     first, *more = dict.fromkeys(others or [best["msg"]])
     return best, " or ".join([first.removeprefix("Value error, "), *(each.removeprefix(_SHOULD) for each in more)])
 

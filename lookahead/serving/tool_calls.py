@@ -30,7 +30,7 @@ def _schema_of(function: Any) -> dict[str, Any]:
 def calls_in(text: str, names: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
     """The text before the first call, and the calls of tools in `names`; without a call, the unchanged text."""
     for before, candidates in _candidates(text):
-        calls = [call for each in candidates if (call := _call_of(each, names)) is not None]
+        calls = [call for candidate in candidates if (call := _call_of(candidate, names)) is not None]
         if calls:
             return before.strip(), calls
     return text, []
@@ -39,7 +39,7 @@ def calls_in(text: str, names: Sequence[str]) -> tuple[str, list[dict[str, Any]]
 def _candidates(text: str) -> list[tuple[str, list[Any]]]:
     tagged = _TAGGED.search(text)
     if tagged is not None:
-        return [(text[: tagged.start()], [_json(each) for each in _TAGGED.findall(text)])]
+        return [(text[: tagged.start()], [_json(match) for match in _TAGGED.findall(text)])]
     listed = _LISTED.search(text)
     if listed is not None:
         found = _json(text[listed.end() :])

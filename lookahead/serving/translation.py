@@ -111,11 +111,11 @@ class Translator:
         if choice in (None, "none", "auto"):
             return ()
         wanted = choice.function.name if isinstance(choice, NamedTool) else None
-        named = [each for each in tools if wanted in (None, each.function.name)]
+        named = [tool for tool in tools if wanted in (None, tool.function.name)]
         if not named:
             got = wanted or choice
             raise invalid(
-                "tool_choice", f"must name one of the tools {[each.function.name for each in tools]}, got {got!r}"
+                "tool_choice", f"must name one of the tools {[tool.function.name for tool in tools]}, got {got!r}"
             )
         return named
 
@@ -128,11 +128,11 @@ class Translator:
         for name in kwargs:
             if name in taken:
                 raise invalid(f"chat_template_kwargs.{name}", "cannot be set by clients")
-        given = [_with_objects(each.for_template()) for each in messages]
+        given = [_with_objects(message.for_template()) for message in messages]
         ids = self._read(given, chat_template_kwargs=kwargs)
         if not tools:
             return ids
-        kwargs["tools"] = [each.model_dump(exclude_none=True) for each in tools]
+        kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         with_tools = self._read(given, chat_template_kwargs=kwargs)
         if with_tools == ids:
             raise invalid("tools", "the chat template of the model takes none")

@@ -88,7 +88,7 @@ class _Service:
         translator: Any = served.translator
         translate = translator.of_chat if isinstance(body, ChatBody) else translator.of_completion
         requests: Sequence[GenerationRequest] = await self.apart(translate, body)
-        prompts = [len(each.ids) for each in requests[:: body.choices]]
+        prompts = [len(request.ids) for request in requests[:: body.choices]]
         answer = Answer(body, body.model or served.name, served.tokenizer, prompts)
         updates, tickets = asyncio.Queue[tuple[int, Update]](), list[Ticket]()
         turn = _Turn(answer, updates, tickets, started + self._timeout_s, started, threading.Event())

@@ -49,10 +49,10 @@ def addresses_of(arrays: Iterable[NDArray[Any]]) -> list[int]:
     A class that keeps an address derives from `KeepsAddresses`.
     """
     addresses = []
-    for each in arrays:
-        if not each.flags.carray:
+    for array in arrays:
+        if not array.flags.carray:
             raise ValueError("an array that is used by its address must be writable, aligned and in C order")
-        addresses.append(int(each.ctypes.data))
+        addresses.append(int(array.ctypes.data))
     return addresses
 
 

@@ -68,7 +68,7 @@ def _stamp() -> tuple[str, bytes]:
 
 def compiled_files() -> list[Path]:
     """The source files of this package with compiled functions, or with code that is inlined into them."""
-    return [each for each in source_files() if _COMPILED.search(each.read_bytes())]
+    return [path for path in source_files() if _COMPILED.search(path.read_bytes())]
 
 
 class _CacheFile(_NumbasFile):  # type: ignore[misc]

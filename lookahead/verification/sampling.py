@@ -55,7 +55,7 @@ class TokenChooser:
 
     def forcing_of(self, row: int) -> ForcingProcessor | None:
         """The processor of a row that knows forced tokens; None without one."""
-        return next((each for each in self._processors[row] if isinstance(each, ForcingProcessor)), None)
+        return next((processor for processor in self._processors[row] if isinstance(processor, ForcingProcessor)), None)
 
     def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
         """Choose a token from raw logits `[vocab]`; call it once per emitted token, in order.
@@ -128,7 +128,9 @@ _WARPERS = (
 
 def warp_of(processors: LogitsProcessorList) -> Callable[[Tensor], Tensor]:
     """One function for the processors that read only scores, `[n, vocab]`; the others are skipped."""
-    warpers = LogitsProcessorList(each for each in processors if type(each) in _WARPERS)  # a subclass may have a state
+    warpers = LogitsProcessorList(
+        processor for processor in processors if type(processor) in _WARPERS
+    )  # a subclass may have a state
     return lambda scores: warpers(cast(Any, scores.new_zeros(len(scores), 0, dtype=torch.long)), cast(Any, scores))
 
 
@@ -160,7 +162,7 @@ def foreign_processor(processors: LogitsProcessorList, config: GenerationConfig,
     """
     for place, processor in enumerate(processors):
         kind = type(processor)
-        is_last = not any(type(each) is kind for each in processors[place + 1 :])
+        is_last = not any(type(processor) is kind for processor in processors[place + 1 :])
         is_ours = kind is hf.SynthIDTextWatermarkLogitsProcessor and config.watermarking_config is not None and is_last
         if is_ours and not is_tentative:
             continue  # its state is per row and per call, and every row gets its own copy

@@ -90,7 +90,7 @@ def has_own(options: Mapping[str, Any]) -> bool:
 def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
     """The name of the first processor or criterion that may keep a state or look across rows, or an empty string."""
     others = [criterion for criterion in criteria if not _is_plain(criterion)]
-    names = [str(getattr(each, "__qualname__", type(each).__qualname__)) for each in others]  # it may be a function
+    names = [str(getattr(other, "__qualname__", type(other).__qualname__)) for other in others]  # it may be a function
     return next(iter(names), "") or foreign_processor(processors, config)
 
 

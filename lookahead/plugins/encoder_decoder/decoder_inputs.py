@@ -110,8 +110,8 @@ class EncoderInputs(ModelInputs):
             keys = torch.cat([torch.arange(past, device=biases.device), positions[0].to(biases.device)])
             return biases[keys[past:, None] - past, keys]
 
-        handles = [each.register_forward_hook(by_position) for each in self._vectors]
-        handles += [each.register_forward_hook(by_distance) for each in self._follows_slots]
+        handles = [vector.register_forward_hook(by_position) for vector in self._vectors]
+        handles += [slot.register_forward_hook(by_distance) for slot in self._follows_slots]
         try:
             yield found
         finally:

@@ -129,7 +129,7 @@ def _walk(tree: _Tree, constraint: Constraint, max_nodes: int, least: float) -> 
             depth += 1
         for token in constraint.likely():
             is_forced.add(tree.child(node, token, _LIKELY))
-        behind = [(each, reached * tree.chances[each]) for each in tree.children[node].values()]
+        behind = [(child, reached * tree.chances[child]) for child in tree.children[node].values()]
         stack += sorted((each for each in behind if each[1] >= least), key=lambda each: each[1])
     constraint.pop(depth)
     return is_cut, is_forced

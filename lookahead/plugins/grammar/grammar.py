@@ -199,7 +199,7 @@ def _library() -> Any:
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, given: int | Sequence[int] | None) -> list[int]:
     """The end-of-sequence tokens; without one an output could not end where its grammar does."""
     ends = end_tokens(tokenizer.eos_token_id if given is None else given)
-    if not ends or not all(isinstance(each, int) and 0 <= each < len(tokenizer) for each in ends):
+    if not ends or not all(isinstance(end, int) and 0 <= end < len(tokenizer) for end in ends):
         raise ConfigError(
             f"eos_token_id must be one or more tokens of the tokenizer for outputs that follow a grammar, 0 to "
             f"{len(tokenizer) - 1}, got {ends or None}"

@@ -209,4 +209,4 @@ class GrowingDrafter(HeadDrafter):
             out = run(level, tokens.flatten(1).gather(1, best.indices), gather_positions(out, parents), parents)
         rows = torch.cat(levels, 1).cpu().numpy()  # one copy from the device
         guesses = (np.ascontiguousarray(row.T) for row in rows)
-        return [GuessTree.of(each[0], each[1], each[2:4].T, each[4].view(np.float32)) for each in guesses]
+        return [GuessTree.of(guess[0], guess[1], guess[2:4].T, guess[4].view(np.float32)) for guess in guesses]
