@@ -68,6 +68,7 @@ def test_the_log_tells_once_which_paths_serve_and_why_not_a_faster_one(
     assert len(told) == 1
     assert told[0].startswith("LlamaForCausalLM is served by CpuBackend")
     assert "fused layers: yes, 2 of 2 layers" in told[0]
+    assert told[0].endswith("bits: equal up to the rounding of sums")
 
 
 def reasons_of(model: Any, **options: Any) -> dict[str, tuple[bool, str]]:

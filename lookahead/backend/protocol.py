@@ -22,11 +22,11 @@ OnPrefill = Callable[[int, int], None]
 class BitPolicy(Enum):
     """Which bits the logits of a row have in half precision on a CPU. On other devices and dtypes all are `ROUNDED`."""
 
-    SOLO = "solo"
+    SOLO = "those of decoding token by token"
     """The bits of decoding the row alone, token by token."""
-    BATCH = "batch"
+    BATCH = "those of a batch of transformers"
     """The bits of decoding the nodes of a pass as rows of one batch of transformers."""
-    ROUNDED = "rounded"
+    ROUNDED = "equal up to the rounding of sums"
     """Equal up to the rounding of sums."""
 
 
@@ -46,6 +46,7 @@ class BackendReport:
     backend: str
     model: str
     paths: tuple[PathReport, ...]  # the fastest last
+    bits: str = ""  # of the logits of a row
 
     @property
     def summary(self) -> str:
@@ -57,7 +58,7 @@ class BackendReport:
         lines = [f"{self.model} is served by {self.backend}"]
         for each in self.paths:
             lines.append(f"  {each.path}: {'yes' if each.serves else 'no'}{f', {each.reason}' if each.reason else ''}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *([f"  bits: {self.bits}"] if self.bits else [])])
 
 
 class Backend(Protocol):

@@ -106,6 +106,8 @@ def _model_lines(model: dict[str, Any], bytes_per_s: float) -> Iterator[str]:
     yield f"  served by {report['backend']}"
     for each in report["paths"]:
         yield f"    {each['path']}: {'yes' if each['serves'] else 'no'}{each['reason'] and ', ' + each['reason']}"
+    if report["bits"]:
+        yield f"    bits: {report['bits']}"
     for path, problem in model["problems"].items():
         yield f"  problem: {path}: {problem}"
     yield f"  ms a token: {speed['plain_ms']:.2f} by model.generate, {speed['lookahead_ms']:.2f} by lookahead"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedModel
 
 from lookahead.backend import self_check, support
 from lookahead.backend.choice import backend_for, records_graphs
-from lookahead.backend.protocol import BackendReport, PathReport
+from lookahead.backend.protocol import BackendReport, BitPolicy, PathReport
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import validation
 from lookahead.decoding.plan import shape_of
@@ -45,5 +47,6 @@ def backend_report(model: PreTrainedModel, config: LookaheadConfig | None = None
     has_kernels = self_check.kernels_agree(model, shape)
     options = {"rows": 1, "capacity": 1, "has_kernels": has_kernels, "captures": records_graphs(model)}
     backend = backend_for(model, shape=shape, **options)
+    policy = BitPolicy.SOLO if shape == "trees" and self_check.keeps_solo_bits(model) else BitPolicy.ROUNDED
     with backend.serving():
-        return backend.report()
+        return replace(backend.report(), bits=policy.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -103,7 +104,7 @@ class Engine:
     def report(self) -> BackendReport:
         """The paths that serve the parts of the model, and why faster ones do not."""
         with self._backend.serving():
-            return self._backend.report()
+            return replace(self._backend.report(), bits=self._policy.value)
 
     def report_prefill(self, on_prefill: OnPrefill | None) -> None:
         """Set the callback that reports the progress of a prefill."""
@@ -159,7 +160,7 @@ class Engine:
         else:
             logits = read.copy_to(self.cache, first)
             rows[0].stats.reused_tokens = read.reused
-        report = self._backend.report()
+        report = replace(self._backend.report(), bits=self._policy.value)
         self._state.log_once(self._call.is_chain, report)
         for row in rows:
             row.encoded, row.stats.backend = None, report.summary
