@@ -144,7 +144,7 @@ def test_a_tree_that_grows_is_scored_as_the_whole_tree_is(name: str) -> None:
     prompts = [np.arange(3, 24, dtype=np.int32), np.arange(30, 43, dtype=np.int32)]
     trees = [random_tree(row, 14, root=int(prompt[-1])) for row, prompt in enumerate(prompts)]
     target, other = (backend_for(model, rows=2, capacity=80) for _ in range(2))
-    with target.serving():
+    with target.serving(), other.serving():
         target.read(prompts)
         other.read(prompts)
         scored, grown = 1, []

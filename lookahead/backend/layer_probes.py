@@ -97,7 +97,7 @@ def unfit_reason(model: PreTrainedModel, module: nn.Module) -> str:
     for call in calls:
         with suppress(_NoRows):
             if fault := _fault_of(call, is_single=is_single, keeps_bits=keeps_bits):
-                kinds = ", ".join(sorted({each.__name__ for each in weight_kinds(call.layer)} - {"Parameter"}))
+                kinds = ", ".join(sorted({kind.__name__ for kind in weight_kinds(call.layer)} - {"Parameter"}))
                 faults[fault].add(type(call.layer).__name__ + (f" ({kinds})" if kinds else ""))
     first = next((fault for fault in (_SCALES, _DIFFERS, _ROUNDS, _BITS) if fault in faults), None)
     return "" if first is None else f"its {' and '.join(sorted(faults[first]))} layers {first}"
@@ -123,7 +123,7 @@ def _calls_in_pass(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[
     calls = dict[Any, _LayerCall]()
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
         if len(tensors) == 1 and args and args[0].dim() > 1 and args[0].is_floating_point():
             kind = arithmetic_of(layer), args[0].shape, args[0].dtype
             calls.setdefault(kind, _LayerCall(layer, args[0], [])).alike.append(layer)

@@ -85,11 +85,11 @@ def picking_few(model: PreTrainedModel) -> PreTrainedModel | None:
     if any(map(is_offloaded, model.modules())):
         return None
     try:
-        copied = deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+        copied = deepcopy(model, {id(parameter): parameter for parameter in (*model.parameters(), *model.buffers())})
     except Exception as error:  # a user may have attached anything
         state_of(model).note_problem(f"{type(model).__name__} cannot be copied", with_place(error))
         return None
-    indexers = [each for each in copied.modules() if "index_topk" in vars(each)]
+    indexers = [module for module in copied.modules() if "index_topk" in vars(module)]
     for indexer in indexers:
         vars(indexer)["index_topk"] = _PICKED
     state_of(copied).is_throwaway = True

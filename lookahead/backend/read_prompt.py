@@ -212,7 +212,9 @@ def prefixes_of(model: PreTrainedModel, most_bytes: int) -> PrefixStore:
         plan.prefixes = PrefixStore(0)
     store: PrefixStore = plan.prefixes
     copies = not (kind_of(model).has_encoder or picks_keys(model) or prefills_at_once(model))
-    is_here = all(each.numel() and not each.is_meta for each in model.parameters())  # not with weights elsewhere
+    is_here = all(
+        parameter.numel() and not parameter.is_meta for parameter in model.parameters()
+    )  # not with weights elsewhere
     copies = copies and not plan.user_code and is_here
     copies = copies and (reads_apart(model) or continues_texts(model))
     store.limit(most_bytes if copies else 0)

@@ -33,9 +33,9 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError)  # Confi
 
 def identity(model: nn.Module) -> dict[str, Any]:
     """The key of step costs: parameter shapes, quantized weight types, dtype, device, threads and PyTorch version."""
-    floats = (each for each in model.parameters() if each.is_floating_point())
+    floats = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     parameter = next(floats, next(model.parameters()))
-    kinds = [each.kind for each in model.modules() if isinstance(each, QUANTIZED_LAYERS)]
+    kinds = [module.kind for module in model.modules() if isinstance(module, QUANTIZED_LAYERS)]
     shapes = ",".join([*(f"{name}{tuple(each.shape)}" for name, each in model.named_parameters()), *kinds])
     device = parameter.device
     on_gpu = device.type == "cuda"

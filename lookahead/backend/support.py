@@ -208,7 +208,7 @@ def odd_window(model: Any, modules: Iterable[nn.Module]) -> str:
 def _growing_ropes(model: PreTrainedModel, config: Any) -> tuple[tuple[str, int], ...]:
     """The position embeddings that change with the length, from the configuration and from attributes of modules."""
     ropes = [
-        (each.get("rope_type"), each.get("original_max_position_embeddings")) for each in rope_parameters_of(config)
+        (rope.get("rope_type"), rope.get("original_max_position_embeddings")) for rope in rope_parameters_of(config)
     ]
     for module in model.modules():
         if isinstance(kind := module.__dict__.get("rope_type"), str):

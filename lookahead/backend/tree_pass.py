@@ -86,7 +86,7 @@ class TreePass:
             arrays = _arrays(slots.active, slots.width, slots.width if scored is None else max(map(len, trees)))
             for row, (tree, first) in enumerate(zip(trees, self.firsts, strict=True)):
                 _fill_row(arrays, row, tree.tokens, tree.parents, tree.depths, lengths[row], first, slots.capacity)
-        tensors = [torch.from_numpy(each).to(device, non_blocking=True) for each in arrays]
+        tensors = [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
         self.tokens, self.positions, index, *others = tensors
         self.keep = others[0] if prompt else index[:0]
         if trees:
@@ -100,7 +100,7 @@ class TreePass:
             words = TokenTree(chain, np.maximum(chain - 1, 0), chain, chain).ancestor_words()
             lengths, nodes = self._slots.lengths[:active].astype(np.int32), np.full(active, len(chain), np.int32)
             arrays = lengths, nodes, np.repeat(chain[None], active, 0), np.repeat(words[None], active, 0)
-            self._tensors[device] = TreeTensors(*(torch.from_numpy(each).to(device) for each in arrays))
+            self._tensors[device] = TreeTensors(*(torch.from_numpy(array).to(device) for array in arrays))
         if device not in self._tensors:
             first = next(iter(self._tensors.values()))
             self._tensors[device] = TreeTensors(*(each.to(device) for each in first))
@@ -190,7 +190,7 @@ class FixedShapePass(TreePass):
         self._rows, self._capacity = rows, slots.capacity
         self._arrays = _arrays(rows, width, width)
         # On a CPU they share the memory of the arrays.
-        self._buffers = [torch.from_numpy(each).to(device) for each in self._arrays]
+        self._buffers = [torch.from_numpy(array).to(device) for array in self._arrays]
         self.tokens, self.positions, self.index, *tensors = self._buffers
         self._filled = TreeTensors(*tensors)
 

@@ -330,7 +330,7 @@ def with_row_processors(
         ConfigError: A grammar is invalid, or llguidance is missing.
     """
     added: list[PerRow] = []
-    if any(each is not None for each in grammars.values()):
+    if any(grammar is not None for grammar in grammars.values()):
         validation.check_pair(model, tokenizer)
         ends = validation.resolved(model, generation_config, options, "eos_token_id")
         if ends is None:

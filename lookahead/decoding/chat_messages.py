@@ -28,7 +28,7 @@ def text_messages(
     Raises:
         PromptError: A part is not text.
     """
-    contents = [each.get("content") if isinstance(each, Mapping) else None for each in messages]
+    contents = [message.get("content") if isinstance(message, Mapping) else None for message in messages]
     texts = [
         "".join(_text_of(part, f"message {number} of prompt {index}") for part in content)
         if isinstance(content, list | tuple)

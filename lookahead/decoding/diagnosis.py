@@ -125,7 +125,7 @@ def cache_facts() -> dict[str, Facts]:
     return {
         name: {
             "folder": str(folder),
-            "bytes": sum(each.stat().st_size for each in folder.rglob(pattern) if each.is_file()),
+            "bytes": sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file()),
             "is_writable": _is_writable(folder),
         }
         for name, (folder, pattern) in files.items()
@@ -145,10 +145,10 @@ def model_facts(loaded: LoadedModel) -> Facts:
         "name": model.name_or_path,
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": weight_count(model),
-        "weights": sum(each.nbytes for each in model.parameters()),
+        "weights": sum(parameter.nbytes for parameter in model.parameters()),
         "resident": _resident_bytes(),
         "products": _products(model),
-        "packed_weights": sum(each.nbytes for each in state_of(model).linears.values()),
+        "packed_weights": sum(linear.nbytes for linear in state_of(model).linears.values()),
         "report": asdict(backend_report(model)),
         "problems": state_of(model).problems,
         "speed": speed,
@@ -158,11 +158,11 @@ def model_facts(loaded: LoadedModel) -> Facts:
 def _products(model: Any) -> list[Facts]:
     """The linear layers by shape and kind of product. Products are known after the first pass."""
     packed = state_of(model).linears
-    layers: Any = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
-    kinds = Counter((each.out_features, each.in_features, "quantized") for each in layers)
-    for each in linear_layers(model):
-        outputs, inputs = matrix_of(each).shape
-        kinds[outputs, inputs, packed[each].product if each in packed else "torch"] += 1
+    layers: Any = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    kinds = Counter((layer.out_features, layer.in_features, "quantized") for layer in layers)
+    for layer in linear_layers(model):
+        outputs, inputs = matrix_of(layer).shape
+        kinds[outputs, inputs, packed[layer].product if layer in packed else "torch"] += 1
     fields = "outputs", "inputs", "product"
     return [{"layers": count, **dict(zip(fields, kind, strict=True))} for kind, count in kinds.items()]
 

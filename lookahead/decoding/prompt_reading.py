@@ -131,7 +131,7 @@ class PromptReading:
         width = self._call.input_ids.shape[1]
         if any(getattr(layer, "keys", None) is not None and layer.get_seq_length() != width for layer in layers):
             return "its cache holds more than the text"
-        first, second = (each.get("position_ids") for each in self._steps)
+        first, second = (step.get("position_ids") for step in self._steps)
         if first is None:
             return ""
         if second is None or not torch.equal(second, first + 1):
@@ -181,7 +181,7 @@ class PromptReading:
         if isinstance(value, Tensor):
             others += [{**inputs, name: make(value)} for make in (torch.zeros_like, torch.ones_like)]
         expected = self._own_logits(inputs, deepcopy(past))
-        return not all(torch.equal(self._own_logits(each, deepcopy(past)), expected) for each in others)
+        return not all(torch.equal(self._own_logits(other, deepcopy(past)), expected) for other in others)
 
     def _agrees(self, shape: Shape) -> bool:
         """Whether two nodes of a tree have the logits of the model's own passes over one token each."""
@@ -213,7 +213,7 @@ def placeholders_of(model: PreTrainedModel, input_ids: Tensor) -> list[int]:
     config, vocabulary = model.config, decoder_vocabulary(model)
     unknown: list[int] = input_ids[(input_ids < 0) | (input_ids >= vocabulary)].unique().tolist()
     text_config = config.get_text_config(decoder=True)
-    parts = [config, *(each for each in vars(config).values() if isinstance(each, PretrainedConfig))]
+    parts = [config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))]
     named = [item for part in parts if part is not text_config for item in vars(part).items()]
     return unknown + [
         each

@@ -313,7 +313,7 @@ class PromptReader:
         check_messages(messages, f"prompt {index}")
         if (room := self.room) is None:
             return list(messages)
-        is_long = sum(len(str(each.get("content"))) for each in messages) > _LONG * room
+        is_long = sum(len(str(message.get("content"))) for message in messages) > _LONG * room
         return newest_turns(messages, lambda kept: len(self.render(kept, index)) <= room, is_long=is_long)
 
     def _shorten_chat(self, messages: Sequence[Message], index: int) -> list[int]:

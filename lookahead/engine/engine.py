@@ -81,7 +81,9 @@ class Engine:
         self._max_proposed = call.max_nodes // (len(proposers) or 1) if call.by_rejection else call.max_nodes
         self._source_counts = [len(proposer.sources) for proposer in proposers]
         self.sources = [name for proposer in proposers for name in proposer.sources]  # in the order of their bits
-        self._readers = [each for each in proposers if isinstance(each, ValidatedProposer) and each.hidden_layers]
+        self._readers = [
+            proposer for proposer in proposers if isinstance(proposer, ValidatedProposer) and proposer.hidden_layers
+        ]
         self._needs_argmax = any(proposer.needs_argmax for proposer in proposers)
         self._needs_top = any(proposer.needs_top for proposer in proposers)
         self._has_forced = bool(proposers) and isinstance(proposers[-1], ForcedTokens)

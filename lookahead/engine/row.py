@@ -219,7 +219,7 @@ class Row:
         stats.expected_tokens += float(draft.path_probs.sum()) - 1.0
         offered = draft.tree.sources[:, None] >> np.arange(len(sources)) & 1  # [nodes, sources]; none for the root
         counts = offered.sum(0), offered[result.path].sum(0), draft.path_probs @ offered
-        for name, drafted, accepted, expected in zip(sources, *(each.tolist() for each in counts), strict=True):
+        for name, drafted, accepted, expected in zip(sources, *(count.tolist() for count in counts), strict=True):
             stats.forwards_by_source[name] += drafted > 0
             stats.drafted_by_source[name] += drafted
             stats.accepted_by_source[name] += accepted

@@ -39,7 +39,7 @@ class AttentionScope:
 
     def __init__(self, model: PreTrainedModel) -> None:
         # The model keeps its own configuration: users read it, and no module chooses attention by it.
-        held = [(each, each.__dict__.get("config")) for each in model.modules() if each is not model]
+        held = [(module, module.__dict__.get("config")) for module in model.modules() if module is not model]
         with _guard:
             self._modules = [
                 (module, real_config(config), _view_of(real_config(config)))

@@ -76,7 +76,9 @@ def unserved_reason(call: ResolvedCall) -> str:
     past, mask = cache_in(call.model_kwargs), call.model_kwargs.get("attention_mask")
     tensors = [call.input_ids, *call.model_kwargs.values()]
     tensors += [value for layer in getattr(past, "layers", None) or () for value in vars(layer).values()]
-    own = next((type(each) for each in tensors if isinstance(each, Tensor) and not is_known_class(type(each))), None)
+    own = next(
+        (type(tensor) for tensor in tensors if isinstance(tensor, Tensor) and not is_known_class(type(tensor))), None
+    )
     if own is not None:
         return f"{own.__qualname__}, the class of an input, is your own code"
     if mask is not None and mask.shape == call.input_ids.shape and not is_left_padded(mask):

@@ -106,7 +106,9 @@ def inputs_of(model: PreTrainedModel) -> frozenset[str]:
             continue
         parameters = inspect.signature(vars(kind)["forward"]).parameters
         names |= parameters.keys()
-        if "input_ids" in names or not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        if "input_ids" in names or not any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        ):
             break
     return frozenset(names)
 
@@ -142,7 +144,7 @@ def prefills_at_once(model: PreTrainedModel) -> bool:
 def rope_parameters_of(config: Any) -> list[dict[str, Any]]:
     """The rotary embedding parameters of a model: one set for all layers, or one per layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
-    return [each for each in rope.values() if isinstance(each, dict)] or [rope]
+    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
 
 
 def check_model(model: object) -> None:
@@ -239,8 +241,10 @@ def modules_of_text(model: nn.Module) -> list[nn.Module]:
     text = {part for each in (model.get_decoder(), model.get_output_embeddings()) if each for part in each.modules()}
     if model.get_input_embeddings() not in text:  # some models call their head a decoder
         return list(model.modules())
-    beside = {each for each in model.base_model.modules() if each not in text and text.isdisjoint(each.modules())}
-    return [each for each in model.modules() if each not in beside]
+    beside = {
+        module for module in model.base_model.modules() if module not in text and text.isdisjoint(module.modules())
+    }
+    return [module for module in model.modules() if module not in beside]
 
 
 def windows_of(model: PreTrainedModel) -> list[int | None]:

@@ -83,7 +83,7 @@ def _folders(package: str) -> list[str]:
     module: Any = sys.modules.get(package)
     folders = [folder + os.sep for folder in getattr(module, "__path__", ())]
     folders = folders or [file for file in (getattr(module, "__file__", None),) if file is not None]
-    return [each for each in folders if package not in _COMMON_NAMES or "-packages" + os.sep in each]
+    return [folder for folder in folders if package not in _COMMON_NAMES or "-packages" + os.sep in folder]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -248,7 +248,7 @@ def _is_known_attribute(value: Any) -> bool:
     if callable(value):
         return is_known(value)
     for part in (value, *(getattr(value, "hooks", None) or ())):  # accelerate's own sequence of hooks
-        kind, own = type(part), [each for each in vars(part).values() if type(each) in _CALLABLES]
+        kind, own = type(part), [value for value in vars(part).values() if type(value) in _CALLABLES]
         if not (is_known_class(kind) and all(map(is_known, own))) or code_of(frozenset((kind,))).foreign:
             return False
     return True
@@ -278,8 +278,8 @@ def arithmetic_flags() -> tuple[Any, ...]:
 def attention_code(model: Any, modules: Sequence[nn.Module]) -> list[Callable[..., Any]]:
     """The attention and mask functions that the modules of a model call according to its configuration."""
     common = model.config.get_text_config()._attn_implementation or "eager"
-    layers = [each for each in modules if "layer_idx" in each.__dict__]
-    own = [getattr(each.__dict__.get("config"), "_attn_implementation", None) for each in layers]
+    layers = [module for module in modules if "layer_idx" in module.__dict__]
+    own = [getattr(layer.__dict__.get("config"), "_attn_implementation", None) for layer in layers]
     kinds = {(type(each).__module__, name or common) for each, name in zip(layers, own, strict=True)}
     found: list[Any] = [masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(common)]
     found.append(

@@ -272,7 +272,7 @@ def checkpointed(model: Any) -> list[tuple[Any, Any, Any]]:
 
     No gradient is computed in our passes, and no token depends on it.
     """
-    found = [each for each in modules_of(model) if each.training and each.__dict__.get(CHECKPOINTING)]
+    found = [module for module in modules_of(model) if module.training and module.__dict__.get(CHECKPOINTING)]
     return [(each, True, False) for each in found]
 
 
@@ -292,8 +292,8 @@ CHECKPOINTING = "gradient_checkpointing"
 def leaving_nothing(model: Any) -> Iterator[None]:
     """A block for passes that leave nothing behind: random state, buffers, and attributes of modules."""
     modules = modules_of(model)
-    attributes = [(vars(each), _attributes_of(each)) for each in modules]
-    attributes += [(each._buffers, dict(each._buffers)) for each in modules if isinstance(each._buffers, dict)]
+    attributes = [(vars(module), _attributes_of(module)) for module in modules]
+    attributes += [(module._buffers, dict(module._buffers)) for module in modules if isinstance(module._buffers, dict)]
     small = [buffer for each in modules for buffer in each._buffers.values() if buffer is not None]
     small = [each for each in small if not (each.is_meta or each.is_inference()) and each.nbytes <= _SMALL_BUFFER]
     contents, versions = [each.clone() for each in small], [each._version for each in small]
@@ -337,15 +337,15 @@ def pass_local() -> local:
 @contextmanager
 def outside_passes() -> Iterator[None]:
     """Let models on this thread run their own code in a block, since a signal handler may run within a pass."""
-    outer = [dict(each.__dict__) for each in _locals]
-    for each in _locals:
-        each.__dict__.clear()
+    outer = [dict(data.__dict__) for data in _locals]
+    for data in _locals:
+        data.__dict__.clear()
     try:
         yield
     finally:
-        for each, values in zip(_locals, outer, strict=True):
-            each.__dict__.clear()
-            each.__dict__.update(values)
+        for data, values in zip(_locals, outer, strict=True):
+            data.__dict__.clear()
+            data.__dict__.update(values)
 
 
 @contextmanager
@@ -375,7 +375,7 @@ def patched_attribute(name: str, values: Collection[tuple[Any, Any, Any]]) -> It
     """
     with _guard:
         # A value that a user has set since `values` was made stays in place, and is used.
-        values = [each for each in values if _uses[id(each[0]), name] or each[0].__dict__.get(name) is each[1]]
+        values = [value for value in values if _uses[id(value[0]), name] or value[0].__dict__.get(name) is value[1]]
         for module, _, value in values:
             _uses[id(module), name] += 1
             module.__dict__[name] = value

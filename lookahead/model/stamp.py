@@ -120,7 +120,7 @@ def form_of(model: Any) -> Form:
             elif callable(value) and not (isinstance(value, nn.Module) or is_ours(value)):
                 code.append(_code_in(value))
                 arguments = (*getattr(value, "args", ()), *getattr(value, "keywords", {}).values())  # of a partial
-                attributes += [(name, each) for each in arguments if type(each) in _PLAIN]
+                attributes += [(name, argument) for argument in arguments if type(argument) in _PLAIN]
         # A scripted module has methods instead of these attributes.
         for group in (own.get("_parameters", module._parameters), own.get("_buffers", module._buffers)):
             tensors.update({id(tensor): tensor for tensor in group.values() if tensor is not None})
@@ -130,10 +130,10 @@ def form_of(model: Any) -> Form:
     code += [*map(_code_in, global_hooks()), *torch_modes()]
     kinds = list(map(type, modules))
     code += [*kinds, *map(_code_in, attention_code(model, modules))]
-    places = [(each.data_ptr(), each.nbytes) if type(each) in _MEMORY else (0, 0) for each in tensors.values()]
-    sizes = [each[1] for each in attributes if each[:1] == ("num_embeddings",)]
+    places = [(tensor.data_ptr(), tensor.nbytes) if type(tensor) in _MEMORY else (0, 0) for tensor in tensors.values()]
+    sizes = [attribute[1] for attribute in attributes if attribute[:1] == ("num_embeddings",)]
     structure = hash((*map(id, kinds), *sizes, getattr(model, "dtype", None)))
-    shapes = [(each.shape, each.dtype, each.device) for each in tensors.values()]
+    shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors.values()]
     plain = xxhash.xxh3_64_intdigest(marshal.dumps(attributes, 2))  # `hash` has the same value for -1 and -2
     called = code_of(frozenset(kinds)).number, code_of(AROUND).number
     parts = structure, *shapes, *called, *map(id, code), plain, *_settings_of(model)
@@ -169,7 +169,7 @@ def digest_of(model: Any) -> str | None:
             return None
         arrays = list(tensors.values())
         contents = ContentTable.of(arrays, reads_all=False).contents(arrays)
-        kinds = [(str(each.dtype), tuple(each.shape)) for each in tensors.values()]
+        kinds = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors.values()]
         kind = type(module)
         described.append(
             (
@@ -220,7 +220,7 @@ class ContentTable(NamedTuple):
         cls, tensors: Sequence[Tensor], places: Sequence[tuple[int, int]] = (), *, reads_all: bool = True
     ) -> ContentTable:
         """The table of tensors; with `reads_all` all bytes of a small model are read, not only of its small arrays."""
-        reads_all = reads_all and sum(each.nbytes for each in tensors) <= _WHOLE_MODEL
+        reads_all = reads_all and sum(tensor.nbytes for tensor in tensors) <= _WHOLE_MODEL
         limit = _WHOLE_MODEL if reads_all else _WHOLE
         views, is_whole, odd = list[list[NDArray[np.uint64]]](), list[bool](), list[int]()
         for at, tensor in enumerate(tensors):

@@ -180,4 +180,4 @@ def cache_layers(config: Any) -> list[Any]:
 
 def unserved_layers(layers: Sequence[Any]) -> Iterator[str]:
     """The kinds of cache layers that a `TreeCache` cannot replace."""
-    return (type(each).__name__ for each in layers if type(each).__name__ not in _SERVED)
+    return (type(layer).__name__ for layer in layers if type(layer).__name__ not in _SERVED)

@@ -153,7 +153,7 @@ def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
 
 def most_nodes(model: PreTrainedModel, rows: int) -> int:
     """Nodes per row whose states a pass may hold: a quarter of the weights' bytes, or 64 MiB if that is more."""
-    weights = sum(each.nbytes for each in model.parameters())
+    weights = sum(parameter.nbytes for parameter in model.parameters())
     return max(1, max(_MOST_BYTES, weights // _SHARE_OF_WEIGHTS) // (mixers_of(model).node_bytes * rows))
 
 

@@ -34,7 +34,7 @@ def verdict_file(model: Any) -> Path | None:
     placed += [
         each for each in (vars(module).get("forward") for module in modules) if not (each is None or is_ours(each))
     ]
-    compiled = any(each._compiled_call_impl is not None for each in modules)
+    compiled = any(module._compiled_call_impl is not None for module in modules)
     digest = None if placed or compiled else digest_of(model)
     if digest is None:
         return None

@@ -77,8 +77,8 @@ def find_fused(model: nn.Module) -> FusedLayers:
     offloaded, in training, not on the CPU or of an unknown class stay as they are.
     """
     modules = list(model.modules())
-    is_called_otherwise = bool(global_hooks()) or any(each._compiled_call_impl is not None for each in modules)
-    found = [each for each in modules if name_of(each) in FAMILIES]
+    is_called_otherwise = bool(global_hooks()) or any(module._compiled_call_impl is not None for module in modules)
+    found = [module for module in modules if name_of(module) in FAMILIES]
     reason = ""
     if not found:
         reason = f"they are for {', '.join(sorted(FAMILIES.values()))}"
@@ -90,7 +90,7 @@ def find_fused(model: nn.Module) -> FusedLayers:
         return FusedLayers([], [], [], len(found), reason)
     layers = [_parts_of(each) for each in found]
     kinds = {type(part) for parts in layers if parts is not None for part in parts.reimplemented}
-    kinds |= {type(each) for each in modules if name_of(each) in _NORMS}
+    kinds |= {type(module) for module in modules if name_of(module) in _NORMS}
     code = code_of(frozenset(kinds))
     # Another package may have replaced a function that the kernels reimplement.
     if code.foreign or not multiplies_as_shipped():
@@ -98,7 +98,7 @@ def find_fused(model: nn.Module) -> FusedLayers:
     right = [parts for parts in layers if parts is not None and _is_right(parts, code.number)]
     # The last norm of the model, and the norms of layers that are not fused as a whole.
     inside = {norm for parts in right for norm in parts.norms}
-    norms: list[Any] = [each for each in modules if each not in inside and _is_plain_norm(each)]
+    norms: list[Any] = [module for module in modules if module not in inside and _is_plain_norm(module)]
     norms = [norm for norm in norms if _keeps_means(norm.weight.dtype, len(norm.weight))]
     forwards: list[tuple[nn.Module, None, Callable[..., Any]]] = [
         *((parts.layer, None, partial(_layer_forward, parts)) for parts in right),
@@ -155,10 +155,10 @@ def _parts_of(layer: Any) -> LayerParts | None:
         and all(map(is_bare, (attention, mlp, mlp.act_fn)))
         and all(_is_plain_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
         # Products are called as modules whatever their weights, and overwritten: no hook may keep them.
-        and all(type(each) in (nn.Linear, QuantizedLinear) and not is_offloaded(each) for each in linears)
-        and not any(is_set_by_user(each) for each in linears)
-        and not any(each._forward_pre_hooks or each._forward_hooks for each in linears)
-        and all("weight" in each._parameters for each in linears)  # a parametrization computes it at every call
+        and all(type(linear) in (nn.Linear, QuantizedLinear) and not is_offloaded(linear) for linear in linears)
+        and not any(is_set_by_user(linear) for linear in linears)
+        and not any(linear._forward_pre_hooks or linear._forward_hooks for linear in linears)
+        and all("weight" in linear._parameters for linear in linears)  # a parametrization computes it at every call
         and attention_name(attention.config) in ("sdpa", "eager")
     )
     if not is_plain:
@@ -213,15 +213,15 @@ def _fused(
     attention, (before, between, *_) = parts.attention, parts.norms
     weights, linears = packed_weights(parts.linears, hidden, parts.known), parts.linears
     (rows, tokens, _), cache, normed = hidden.shape, kwargs.pop(CACHE, None), torch.empty_like(hidden)
-    cos, sin = (each.expand(rows, -1, -1).contiguous() for each in position_embeddings)
+    cos, sin = (embedding.expand(rows, -1, -1).contiguous() for embedding in position_embeddings)
     first = norm_of(before, hidden, normed)
     if weights:
         space = Space.of(hidden, weights, tokens)._replace(normed=normed)
-        query, (key, value) = space.query, (hidden.new_empty(rows, tokens, each.outputs) for each in weights[1:3])
+        query, (key, value) = space.query, (hidden.new_empty(rows, tokens, weight.outputs) for weight in weights[1:3])
         run(*jobs_before(parts, weights, first, space, key, value, (cos, sin)))
     else:
         run(first)
-        query, key, value = (each(normed) for each in linears[:3])
+        query, key, value = (linear(normed) for linear in linears[:3])
         run(*jobs_of_heads(parts, query, key, (cos, sin)))
     query, key, value = (each.view(rows, tokens, -1, cos.shape[-1]).transpose(1, 2) for each in (query, key, value))
     if cache is not None:

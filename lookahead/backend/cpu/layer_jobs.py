@@ -38,7 +38,7 @@ class LayerParts(NamedTuple):
     @property
     def biases(self) -> list[Tensor | None]:
         """The biases of the linear layers."""
-        return [each._parameters["bias"] for each in self.linears]
+        return [linear._parameters["bias"] for linear in self.linears]
 
 
 class Space(NamedTuple):
@@ -57,10 +57,10 @@ class Space(NamedTuple):
     @classmethod
     def of(cls, hidden: Tensor, weights: Sequence[PackedWeight], tokens: int) -> Space:
         """Buffers for `tokens` tokens per row; `weights` are of layers of one size, and others that use `prepared`."""
-        outputs = [each.outputs for each in weights[: len(LINEARS)]]
+        outputs = [weight.outputs for weight in weights[: len(LINEARS)]]
         query, size, inner = outputs[0], outputs[3], outputs[4]
         sizes = size, query, query, size, size, inner, inner, size
-        tensors = [hidden.new_empty(len(hidden), tokens, each) for each in sizes]
+        tensors = [hidden.new_empty(len(hidden), tokens, size) for size in sizes]
         return cls._make([*tensors, prepared_rows(weights, len(hidden) * tokens)])
 
     def first(self, tokens: int) -> Space:
@@ -90,7 +90,7 @@ def _products(
     prepared: Tensor | None,
 ) -> list[Job]:
     """Jobs that multiply rows by several weights; consecutive weights of one type share a job."""
-    kinds = [(each.packed.dtype, each.kernel) for each in weights]
+    kinds = [(weight.packed.dtype, weight.kernel) for weight in weights]
     ends = [at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]]
     parts = [slice(*pair) for pair in pairwise((0, *ends, len(kinds)))]
     return [job for part in parts for job in product(weights[part], x, biases[part], outs[part], prepared)]

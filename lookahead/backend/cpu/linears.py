@@ -64,14 +64,14 @@ class PackedLinear:
     @property
     def nbytes(self) -> int:
         """Bytes of the packed copies. oneDNN does not report a size; its copy counts as much as the weight."""
-        copies = {id(each.product): each.own for each in self._packed.values() if each is not None}
+        copies = {id(value.product): value.own for value in self._packed.values() if value is not None}
         weight = 0 if self._own is None else self._own.nbytes
         return sum(weight if own is None else own.packed.nbytes for own in copies.values())
 
     @property
     def product(self) -> str:
         """The product in use: "kernel" or "onednn" for packed weights, "torch" if none is packed."""
-        found = next((each for each in self._packed.values() if each is not None), None)
+        found = next((value for value in self._packed.values() if value is not None), None)
         return "torch" if found is None else "onednn" if found.own is None else "kernel"
 
     def check(self, digest: int | None) -> None:
@@ -90,7 +90,7 @@ class PackedLinear:
             self._packed.clear()
             self._own, self._version = own, own._version
         if policy not in self._packed:
-            others = [each for each in self._packed.values() if each is not None]
+            others = [value for value in self._packed.values() if value is not None]
             self._packed[policy] = _pack(matrix_of(layer), layer.bias, policy, others)
             thread.is_cold = True
         return self._packed[policy]
@@ -123,7 +123,7 @@ class LinearScope:
         self.packs, self.fewest, self.reason, self._layers = False, 1, "", frozenset[Any]()
         self._forwards: list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]] = []
         all_layers = product_bits.linear_layers(model)
-        layers = [each for each in all_layers if _is_plain(each)]
+        layers = [layer for layer in all_layers if _is_plain(layer)]
         self.counts = len(layers), len(all_layers)
         if "forward" in model.__dict__ or not layers or not multiplies_as_shipped():
             self.reason = "torch's products, or calls of the model, are changed" if layers else "no layer is plain"
@@ -134,7 +134,7 @@ class LinearScope:
             self.reason = f"no product of {dtype} is faster than torch's"
             if dtype == torch.float32:
                 return
-        size = sum({id(each.weight): each.weight.nbytes for each in layers}.values())
+        size = sum({id(layer.weight): layer.weight.nbytes for layer in layers}.values())
         memory = memory_bytes()
         if not packs:
             self.reason = "the options say so"
@@ -191,7 +191,7 @@ def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: CpuPass) -> tuple
         weights.append(found.own)
         most = min(most, found.most)
     # Products with equally many inputs may run together, in blocks of one size.
-    if len({(each.terms, each.block) for each in weights}) > len({each.terms for each in weights}):
+    if len({(weight.terms, weight.block) for weight in weights}) > len({weight.terms for weight in weights}):
         return (), range(0)
     return weights, range(fewest, most + 1)
 
@@ -295,7 +295,7 @@ def keeps_bits(model: nn.Module, apart: Collection[nn.Module] = ()) -> bool:
     """
     with suppress(AttributeError, RuntimeError):  # torch was built without oneDNN
         layers = product_bits.linear_layers_of_text(model)
-        return all(_keeps_bits_of_rows(each) for each in layers if each not in apart)
+        return all(_keeps_bits_of_rows(layer) for layer in layers if layer not in apart)
     return False
 
 

@@ -78,7 +78,7 @@ class PassTable(KeepsAddresses):
         self._nodes, self._trees, self._places, self._groups = (np.zeros(shape, np.int64) for shape in shapes)
         self._origins: list[Origin] = []  # of the rows when they were grouped
         self._sharing_step = row_attention.sharing_step(hidden.dtype)
-        self._written = [hidden.new_empty(1, most, each.outputs) for each in weights[1:3]] if rows > 1 else []
+        self._written = [hidden.new_empty(1, most, weight.outputs) for weight in weights[1:3]] if rows > 1 else []
         self._threads = torch.get_num_threads()
         for at in range(len(parts.layers)):
             cache.is_ready(at)  # allocates the slots
@@ -165,7 +165,7 @@ class PassTable(KeepsAddresses):
         """The same numbers, read from the jobs."""
         space, own = self._space.first(tokens), self._hidden[:, :tokens]
         kept = {place: each[:, :tokens] for place, each in self._kept.items()}
-        cos, sin = (each[:, :tokens] for each in self._positions)
+        cos, sin = (position[:, :tokens] for position in self._positions)
         of_rows = {"nodes": self._nodes, "trees": self._trees, "groups": self._groups}
         trees = {name: torch.from_numpy(each) for name, each in of_rows.items()}
         places = torch.from_numpy(self._places)

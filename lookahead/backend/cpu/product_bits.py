@@ -85,13 +85,13 @@ class Rows(NamedTuple):
 
 def linear_layers(model: nn.Module) -> list[nn.Linear | Conv1D]:
     """The linear layers of a model, without subclasses."""
-    return [each for each in model.modules() if type(each) is nn.Linear or type(each) is Conv1D]
+    return [module for module in model.modules() if type(module) is nn.Linear or type(module) is Conv1D]
 
 
 def linear_layers_of_text(model: nn.Module) -> list[nn.Linear | Conv1D]:
     """The linear layers that a pass over text calls."""
     called = set(modules_of_text(model))
-    return [each for each in linear_layers(model) if each in called]
+    return [layer for layer in linear_layers(model) if layer in called]
 
 
 def matrix_of(layer: nn.Linear | Conv1D) -> Tensor:
@@ -186,7 +186,7 @@ def rows_of(kind: Kind, layout: Layout) -> Rows:
 
 def _rows_of(kind: Kind, layout: Layout, seed: int) -> Rows:
     x, weight, bias = _cancelling(kind, MAX_ROWS, seed)
-    alone = torch.cat([by_torch(each, weight, bias) for each in x.split(1)])
+    alone = torch.cat([by_torch(part, weight, bias) for part in x.split(1)])
     other = None if layout == Layout() else lay_out(weight, layout)
     most = {"solo": 0, "batch": 0}
     for before, rows in pairwise((0, *ROWS)):
@@ -230,7 +230,7 @@ def has_other_products(model: nn.Module, apart: Iterable[nn.Module] = ()) -> boo
     """
     known = nn.Embedding, QuantizedEmbedding, QuantizedLinear
     ours = {*linear_layers(model), *(part for module in apart for part in module.modules())}
-    others = (each for each in modules_of_text(model) if each not in ours and not isinstance(each, known))
+    others = (module for module in modules_of_text(model) if module not in ours and not isinstance(module, known))
     return any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False))
 
 
@@ -239,7 +239,7 @@ def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:
     head = model.get_output_embeddings()
     if has_other_products(model) or foreign_layers(model):
         return False
-    kinds = {Kind.of(matrix_of(each), each.bias) for each in linear_layers_of_text(model) if each is not head}
+    kinds = {Kind.of(matrix_of(layer), layer.bias) for layer in linear_layers_of_text(model) if layer is not head}
     return all(_has_bits_of_copies(kind, rows, copies) for kind in kinds)
 
 

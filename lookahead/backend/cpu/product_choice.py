@@ -60,7 +60,7 @@ def bfloat16_gain() -> float:
     def measure_gain() -> float:
         single, half = (_seconds(dtype, tuple(_ANSWER)) for dtype in (torch.float32, torch.bfloat16))
         passes = _ANSWER.values()
-        least = [min(sum(map(operator.mul, each, passes)) for each in taken.values()) for taken in (single, half)]
+        least = [min(sum(map(operator.mul, value, passes)) for value in taken.values()) for taken in (single, half)]
         return float(least[0] / least[1])
 
     return kept(kept_file("products", machine_fingerprint()), "gain of bfloat16", _known_gain, measure_gain)
@@ -106,7 +106,7 @@ def _seconds(dtype: torch.dtype, rows: tuple[int, ...]) -> dict[str, list[float]
         clock = thread_time if os.name == "posix" and torch.get_num_threads() == 1 else perf_counter
         seconds = {name: list[float]() for name in products}
         for count in rows:
-            calls, taken = [partial(each, x[:count], None) for each in products.values()], list[list[float]]()
+            calls, taken = [partial(product, x[:count], None) for product in products.values()], list[list[float]]()
             for _ in range(_TRIALS):  # interleaved, because other load may come and go
                 taken.append([timeit(call, others.sum, timer=clock, number=1) for call in calls])
             for name, times in zip(products, zip(*taken, strict=True), strict=True):

@@ -72,12 +72,12 @@ class WholePass:
         self._linears = [each for of_layer in parts.layers for each in of_layer.linears]
         self._threads = threads  # of a pass, by torch's number of threads; kept with the model
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
-        layers = [each.attention for each in parts.layers]
+        layers = [layer.attention for layer in parts.layers]
         window = span_of(layers[0], {}).window  # for layers that pass no window
-        self._windows = {each.options.get("sliding_window", window) for each in parts.layers}
+        self._windows = {layer.options.get("sliding_window", window) for layer in parts.layers}
         heads, kv_heads = (parts.layers[0].linears[at].out_features // layers[0].head_dim for at in (0, 1))
         is_half = parts.norm.weight.dtype == torch.bfloat16  # float32 has no bit guarantee
-        own = {own_attention(each, real_config(each.config)) for each in layers if is_half}
+        own = {own_attention(layer, real_config(layer.config)) for layer in layers if is_half}
         self._has_bits = is_half and all(has_bits(each, heads, kv_heads, layers[0].head_dim) for each in own)
         # A streamer or a stopping criterion may change these between two passes of a call.
         self._layers = [each.layer for each in parts.layers]
@@ -176,7 +176,7 @@ class WholePass:
     def _is_unhooked(self, model: Any) -> bool:
         """Whether no module that is not called has a hook; checked again after any hook was set anywhere."""
         called = self._decoder.embed_tokens, self._decoder.rotary_emb, None if self._parts.head else model.lm_head
-        if global_hooks() or any(working_hooks_of(each) for each in model.modules() if each not in called):
+        if global_hooks() or any(working_hooks_of(module) for module in model.modules() if module not in called):
             return False
         self._newest_hook = RemovableHandle.next_id
         return True
@@ -205,7 +205,7 @@ def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope, threads: di
     if not layers:
         return "no layer is fused"
     dtypes = {parts.norms[0].weight.dtype for parts in layers}
-    sizes = [[(each.out_features, each.in_features) for each in parts.linears] for parts in layers]
+    sizes = [[(linear.out_features, linear.in_features) for linear in parts.linears] for parts in layers]
     kinds = {(type(parts.layer), *of_layer) for parts, of_layer in zip(layers, sizes, strict=True)}
     if len(kinds) + len(dtypes) > 2 or [parts.attention.layer_idx for parts in layers] != list(range(len(layers))):
         return "its layers are not alike"

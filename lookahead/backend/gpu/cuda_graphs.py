@@ -62,7 +62,7 @@ def graphs_unsupported_reason(model: torch.nn.Module, device: torch.device) -> s
         return f"it is on {device}"
     if state_of(model).has_failed_capture:
         return "recording failed before"
-    devices = {str(each.device) for each in model.parameters()}
+    devices = {str(parameter.device) for parameter in model.parameters()}
     if devices != {str(device)}:
         return f"its weights are on {', '.join(sorted(devices))}, and a recording is of one GPU"
     return None
@@ -82,10 +82,12 @@ class Watch(TorchDispatchMode):
         """Run an operation; raises RuntimeError if it synchronizes."""
         made = func(*args, **(kwargs or {}))
         packet = getattr(func, "overloadpacket", func)
-        kinds = {each.device.type for each in tree_leaves((args, made)) if isinstance(each, Tensor)}
+        kinds = {leaf.device.type for leaf in tree_leaves((args, made)) if isinstance(leaf, Tensor)}
         waits = packet in _COPYING | _INDEXING and len(kinds) > 1
         if packet in _INDEXING:  # a mask is counted, indices are not
-            waits |= any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+            waits |= any(
+                isinstance(argument, Tensor) and argument.dtype in (torch.bool, torch.uint8) for argument in args[1]
+            )
         else:
             waits |= packet is _aten.lift_fresh or not _WAITING_TAGS.isdisjoint(getattr(func, "tags", ()))
         if waits and self._kind in kinds:
@@ -242,7 +244,7 @@ class GraphRunner:
             outputs = self._run(runner, self._capture)
         if outputs is None:
             return None
-        return tuple(each[: len(trees), :nodes] for each in outputs)
+        return tuple(output[: len(trees), :nodes] for output in outputs)
 
     def _forward(self, static: FixedShapePass) -> tuple[Tensor, ...]:
         """Run the model on the static buffers of a pass, with new masks.
