@@ -67,7 +67,8 @@ class JobDisplay(ProgressBar):
             show_line(out.file, Text(job_figures.describe_summary(summary) + "\n", "dim"))
             self.start()
         if summary.plain is not None and len(self._rows) < MAX_TABLE_ROWS:
-            self._rows.append(job_figures.comparison_row(name, summary.stats, summary.plain))
+            file = name.rpartition("/")[2] or name  # results and headings have the whole name
+            self._rows.append(job_figures.comparison_row(file, summary.stats, summary.plain))
 
     def conclude(self, totals: JobTotals, *, exact: bool) -> None:
         """Show the figures of the job: on stdout after the summaries, else on stderr."""

@@ -123,6 +123,7 @@ def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[st
     named = [row if isinstance(row, Mapping) else {"": row[0], " ": row[1]} for row in rows]
     first = named[0] if named else total or {}
     drawn = Table(show_header=not named or first is rows[0], show_footer=total is not None, box=SIMPLE)
+    drawn.show_edge = drawn.pad_edge = False  # the figures of a document fit 80 columns
     for i, heading in enumerate(first):
         drawn.add_column(heading, total[heading] if total else "", justify="right" if i else "left", overflow="fold")
     for row in named:

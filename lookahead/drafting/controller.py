@@ -23,7 +23,13 @@ _P_RUNS_TO_LIMIT = 0.5  # assumed probability that rows run to their limits alth
 
 
 class StepPlan(NamedTuple):
-    """The decision before a step; without a controller, the maximum that the options allow."""
+    """The decision before a step; without a controller, the maximum that the options allow.
+
+    Example:
+        >>> plan = StepPlan(rows=1, context=300, drafts=True, max_nodes=16)
+        >>> plan.drafts, plan.max_nodes, plan.has_branch
+        (True, 16, False)
+    """
 
     rows: int
     context: int = 0  # tokens of the longest row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +82,7 @@ class PassTable(KeepsAddresses):
         self._threads = torch.get_num_threads()
         for at in range(len(parts.layers)):
             cache.is_ready(at)  # allocates the slots
-        self._buffers = cache.slots.capacity, cache.slots.allocations
+        self._buffers, self._settings = (cache.slots.capacity, cache.slots.allocations), list(_settings_of(parts))
         written = hidden.new_empty(2)  # two addresses, to see which numbers depend on the output's address
         step = written[1:].data_ptr() - written.data_ptr()
         one, two, later, moved = (
@@ -94,13 +94,13 @@ class PassTable(KeepsAddresses):
         self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of(3, 5, written[1:])).all())
 
     def serves(self, parts: PassParts, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
-        """Whether the table is for these modules and weights, and nothing has moved since."""
+        """Whether the table is for these weights and module settings, and nothing has moved since."""
         return (
             (weights is self._weights or _are_same(weights, self._weights))
             and (of_head is self._of_head or _are_same(of_head, self._of_head))
             and self._threads == torch.get_num_threads()
             and self._buffers == (self._slots.capacity, self._slots.allocations)
-            and self._parts.layers is parts.layers  # found anew where a setting of a module has changed
+            and self._settings == list(_settings_of(parts))
         )
 
     def run(
@@ -192,6 +192,22 @@ class PassTable(KeepsAddresses):
         if head:
             jobs += product(self._of_head, normed, [head._parameters["bias"]], (written,), space.prepared)
         return np.array(table_of(jobs))
+
+
+def _settings_of(parts: PassParts) -> Iterator[float]:
+    """Module settings that users may change: addresses of norms and biases, epsilons, attention scales."""
+    for layer in parts.layers:
+        for norm in layer.norms:
+            yield norm._parameters["weight"].data_ptr()
+            yield norm.variance_epsilon
+        for linear in layer.linears:
+            bias = linear._parameters["bias"]
+            yield 0 if bias is None else bias.data_ptr()
+        yield layer.options["scaling"]
+    yield parts.norm._parameters["weight"].data_ptr()
+    yield parts.norm.variance_epsilon
+    if parts.head and (bias := parts.head._parameters["bias"]) is not None:
+        yield bias.data_ptr()
 
 
 def _are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:
