@@ -196,7 +196,7 @@ def test_the_command_shows_the_totals_of_a_decoding_without_a_draft(explain, pla
     result = explain("prompt.txt", "--proposers", "none")
     assert result.exit_code == 0, result.output
     assert shown(plain) in result.stdout
-    assert re.search(r"\n +all +23 +0 +0\.0 +0 ", result.stdout), result.stdout
+    assert re.search(r"\nall +23 +0 +0\.0 +0 ", result.stdout), result.stdout
 
 
 def test_the_command_takes_a_window(explain, plain) -> None:
