@@ -138,7 +138,7 @@ class Scheduler:
 
     def clear(self) -> list[Request]:
         """Drop the requests that are being decoded, after an error; returns them. Others stay."""
-        dropped, self._group = self.running, ()
+        dropped, self._group, self._group_steps = self.running, (), iter(())
         if self._shared is not None:
             self._shared.clear()
         return dropped
@@ -163,13 +163,13 @@ class Scheduler:
         if ended:
             yield ended
             return
-        if all(request.is_over for request in self._group):
-            self._group = ()
         if not self._group and self._waiting and self._waiting[0].row is None:
             self._group = self._alike()
             self._group_steps = self._decode(self._group)
         if self._group:
             requests = next(self._group_steps, None)
+            if all(request.is_over for request in self._group):
+                self._group, self._group_steps = (), iter(())  # the cache of the batch is freed with its loop
             if requests is not None:
                 yield requests
             return
