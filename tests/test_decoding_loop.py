@@ -16,6 +16,8 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.read_prompt import PrefixStore, prefixes_of
 from lookahead.backend.torch_backend import TorchBackend
+from lookahead.decoding import scheduler
+from lookahead.engine.engine import Engine
 from lookahead.errors import ConfigError, PromptError
 from lookahead.model.cache import RowCopy
 from lookahead.serving.decoding_loop import DecodingLoop
@@ -256,9 +258,41 @@ def test_an_error_of_one_output_ends_that_one_alone(serving, tiny_llama, tiny_to
     assert other.tokens == alone(tiny_llama, tiny_tokenizer, request).token_ids[0]
 
 
-def test_a_model_that_fails_in_a_step_ends_what_runs_and_serves_again(serving, tiny_llama, tiny_tokenizer, monkeypatch):
-    from lookahead.engine.engine import Engine
+def test_a_failed_step_of_outputs_with_logarithms_ends_them_and_not_the_loop(
+    serving, tiny_llama, tiny_tokenizer, monkeypatch
+):
+    loop, calls, own = serving(tiny_llama, tiny_tokenizer, rows=2), [0], Engine._observe
 
+    def observe(self: Any, *arguments: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("after the tokens were chosen")
+        own(self, *arguments)
+
+    monkeypatch.setattr(Engine, "_observe", observe)
+    clients = [Client(loop, request_of(tiny_tokenizer, text, top_logprobs=1)) for text in PROMPTS[:2]]
+    assert any(isinstance(client.wait().error, RuntimeError) for client in clients)
+    assert Client(loop, request_of(tiny_tokenizer, PROMPTS[2], top_logprobs=1)).wait().error is None
+
+
+def test_requests_that_batches_decode_elsewhere_are_served_one_by_one(serving, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(scheduler, "joins_alone", lambda *_: False)  # as on a GPU
+    loop, request = serving(model := model_of("Bart"), tiny_tokenizer), request_of(tiny_tokenizer, PROMPTS[0], **GREEDY)
+    clients = [Client(loop, request) for _ in range(2)]
+    for client in clients:
+        assert client.wait().error is None
+        assert client.tokens == alone(model, tiny_tokenizer, request).token_ids[0]
+
+
+def test_an_error_before_a_request_begins_ends_that_request(serving, tiny_llama, tiny_tokenizer, monkeypatch):
+    loop = serving(tiny_llama, tiny_tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.Scheduler, "_open_rows", lambda self: 1 / 0)
+        assert isinstance(Client(loop, request_of(tiny_tokenizer, PROMPTS[0])).wait().error, ZeroDivisionError)
+    assert Client(loop, request_of(tiny_tokenizer, PROMPTS[0])).wait().error is None
+
+
+def test_a_model_that_fails_in_a_step_ends_what_runs_and_serves_again(serving, tiny_llama, tiny_tokenizer, monkeypatch):
     loop, step, fails = serving(tiny_llama, tiny_tokenizer, rows=2), Engine.step, [True]
 
     def sometimes(self: Engine, **options: Any) -> Any:

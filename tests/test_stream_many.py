@@ -14,6 +14,7 @@ from lookahead import ConfigError, LookaheadConfig, PromptError, UnsupportedMode
 from lookahead.decoding.cache_room import cache_tokens_of
 from lookahead.decoding.prompts import PromptReader
 from lookahead.decoding.scheduler import Scheduler
+from lookahead.engine.engine import Engine
 from lookahead.errors import LogitsError
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.families import FAMILIES, build
@@ -120,6 +121,37 @@ def test_sampled_tokens_are_those_of_one_call_after_the_other(tiny_llama, tiny_t
     expected = [plainly(tiny_llama, tiny_tokenizer, prompt, **options) for prompt in prompts]
     torch.manual_seed(3)
     assert [each.token_ids for each in many(tiny_llama, tiny_tokenizer, prompts, rows=3, **options)] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [8, 80], ids=["short", "read apart"])
+def test_prompts_join_free_rows_at_once_where_beginnings_are_kept(dtype, tokens, tiny_llama, tiny_tokenizer):
+    model, steps = copy.deepcopy(tiny_llama).to(dtype), list[int]()
+    prompts = [[*range(5 + i, 5 + i + tokens)] for i in range(6)]
+
+    def step(engine, own=Engine.step, **options):
+        steps.append(1)
+        return own(engine, **options)
+
+    def count(prefix_bytes):
+        steps.clear()
+        options = {"rows": 6, "max_new_tokens": 30, "min_new_tokens": 30, "config": LookaheadConfig(proposers=())}
+        done = list(lookahead.stream_many(model, tiny_tokenizer, prompts, prefix_bytes=prefix_bytes, **options))
+        assert [len(one.token_ids) for one in done] == [30] * 6
+        return len(steps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", step)
+        assert count(1 << 24) == count(0)
+
+
+def test_further_sequences_of_a_prompt_are_drawn_to_their_end(tiny_llama, tiny_tokenizer):
+    options = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3, "eos_token_id": [*range(3, 40)]}
+    torch.manual_seed(0)
+    expected = [lookahead.generate(tiny_llama, tiny_tokenizer, prompt, **options).token_ids[0] for prompt in "abcd"]
+    torch.manual_seed(0)
+    done = {one.index: one.token_ids for one in lookahead.stream_many(tiny_llama, tiny_tokenizer, [*"abcd"], **options)}
+    assert [done[i] for i in range(4)] == expected
 
 
 def test_prompts_are_taken_as_rows_come_free(tiny_llama, tiny_tokenizer):

@@ -104,8 +104,10 @@ class PromptsAhead:
             began = time.perf_counter()
             with self.share_of_threads(is_shared):
                 read = self._reader.read(row.text)
-        except BaseException:
+        except BaseException as error:
             self._reader = None
+            if not isinstance(error, Exception):  # it would end the thread, and the prompts after this one
+                raise RuntimeError(f"a prompt could not be read: {error!r}") from error
             raise
         row.stats.prefill_s = time.perf_counter() - began
         return read

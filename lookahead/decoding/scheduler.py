@@ -73,6 +73,7 @@ class Scheduler:
         self._ended: list[Request] = []  # before their first step
         self._group: Sequence[Request] = ()  # the requests of the batch that is being decoded
         self._group_steps: Iterator[list[Request]] = iter(())
+        self._has_further = False  # whether the batch has rows of no request: further sequences of a prompt
         self._shared: SharedRows | None = None
 
     @cached_property
@@ -94,7 +95,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to do."""
-        return not (self._ended or self._waiting or self.running)
+        return not (self._ended or self._waiting or self._group or self.running)
 
     @property
     def cache_bytes(self) -> int:
@@ -137,10 +138,13 @@ class Scheduler:
         request.is_cancelled = True
 
     def clear(self) -> list[Request]:
-        """Drop the requests that are being decoded, after an error; returns them. Others stay."""
-        dropped, self._group, self._group_steps = self.running, (), iter(())
+        """Drop the requests that are being decoded, or the one whose turn it was, after an error; returns them."""
+        dropped = [request for request in self._group if not request.is_over]
+        self._group, self._group_steps = (), iter(())
         if self._shared is not None:
-            self._shared.clear()
+            dropped += self._shared.clear()
+        if not dropped and self._waiting:
+            dropped.append(self._waiting.popleft())
         return dropped
 
     def step(self) -> list[Completion]:
@@ -168,7 +172,9 @@ class Scheduler:
             self._group_steps = self._decode(self._group)
         if self._group:
             requests = next(self._group_steps, None)
-            if all(request.is_over for request in self._group):
+            is_over = all(request.is_over for request in self._group)
+            is_left = is_over and (not self._has_further or all(request.is_cancelled for request in self._group))
+            if requests is None or is_left:
                 self._group, self._group_steps = (), iter(())  # the cache of the batch is freed with its loop
             if requests is not None:
                 yield requests
@@ -229,7 +235,8 @@ class Scheduler:
     def _alike(self) -> list[Request]:
         """Take the first waiting request, which has no row, and those of similar length that may share its batch."""
         first = self._waiting[0]
-        most = int(self._cache_tokens * _SIMILAR / len(first.ids)) if self._shares == "batches" else 1
+        is_single = first.plan is not None or self._shares != "batches"
+        most = 1 if is_single else int(self._cache_tokens * _SIMILAR / len(first.ids))
 
         def is_similar(request: Request) -> bool:
             lengths = len(request.ids), len(first.ids)
@@ -268,6 +275,7 @@ class Scheduler:
         """Run a loop to its end; yields the requests that got tokens or ended in a step. Its first rows are theirs."""
         loop.report_prefill(self._on_prefill)
         rows = loop.batch if isinstance(loop, Engine) else [None] * len(group)
+        self._has_further = len(loop.stats) > len(group)
         for request, row, stats in zip(group, rows, loop.stats, strict=False):
             request.row, request.stats = row, stats
         for outputs in loop.run():

@@ -72,12 +72,11 @@ class SharedRows:
         reading = () if self._ahead is None else self._ahead.reading
         return [*self.running.values(), *(request for request, _ in reading)]
 
-    def clear(self) -> None:
-        """Forget the running requests and the engine, after an error."""
-        self.engine = None
+    def clear(self) -> list[Request]:
+        """Drop the running requests and the engine, after an error; returns them. Prompts that are read stay."""
+        self.engine, dropped = None, list(self.running.values())
         self.running.clear()
-        if self._ahead is not None:
-            self._ahead.reading.clear()
+        return dropped
 
     def close(self) -> None:
         """End the thread that reads prompts."""
@@ -89,11 +88,14 @@ class SharedRows:
 
         Yields the requests that emitted tokens or ended in a step. Between blocks the model is restored.
         """
-        admitted = self._admit(waiting)
-        if admitted:
+        is_ended = False
+        while admitted := self._admit(waiting):
             yield admitted
+            is_ended = any(request.is_over for request in admitted)
+            if is_ended or self._is_mixed:  # the outputs of a server go on between two prompts
+                break
         engine, ahead = self.engine, self._ahead
-        if engine is None or not self.running or any(request.is_over for request in admitted):
+        if engine is None or not self.running or is_ended:
             if not self.running and not admitted and ahead is not None:
                 ahead.wait()
             return
@@ -109,8 +111,12 @@ class SharedRows:
                 yield requests
                 # Requests of one call are put as rows come free; those of a server wait already.
                 is_free = any(request.is_over for request in requests) and (bool(waiting) or not self._is_mixed)
-                if is_free or not self.running or (ahead is not None and ahead.has_read):
+                if is_free or not self.running or (ahead is not None and self._can_admit(waiting, ahead)):
                     return
+
+    def _can_admit(self, waiting: deque[Request], ahead: PromptsAhead) -> bool:
+        """Whether a prompt was read, or the first waiting one can be."""
+        return ahead.has_read or (not ahead.reading and self._next(waiting) is not None)
 
     def _end_cancelled(self, engine: Engine) -> list[Request]:
         """Free the rows of cancelled requests."""

@@ -166,7 +166,11 @@ class Engine:
         self._state.log_once(self._call.is_chain, report)
         for row in rows:
             row.encoded, row.stats.backend = None, report.summary
-            is_whole = (self._backend.is_read_whole and not prefixes) if read is None else read.is_whole
+            is_whole = (
+                (self._backend.is_read_whole and not any(prefix.tokens for prefix in prefixes))
+                if read is None
+                else read.is_whole
+            )
             row.policy = self._policy if is_whole else BitPolicy.ROUNDED
         drafts, scores = self._root_only(rows), read_scores(logits, TOP if self._needs_top else 0)
         results = self._verify(drafts, logits, scores, first)

@@ -69,6 +69,7 @@ class DecodingLoop:
         check_whole("queue", queue, 0)
         room = _cache_tokens_of(model, self.rows) if cache_tokens is None else cache_tokens
         self._queue, self._prefix_bytes, self._numbers = queue, prefix_bytes, itertools.count()
+        self._submitting = threading.Lock()
         self._shares_rows = decoder_of(model) is model and not prefills_at_once(model)
         reader = PromptReader(model, tokenizer, config)
         self._together, self._apart = self._lanes = [
@@ -95,9 +96,10 @@ class DecodingLoop:
         plan = self._plan(request)
         put = Request(next(self._numbers), plan=plan, seed=request.seed)
         put.join(plan, shares_rows=self._shares_rows)
-        self._check_room()
         lane = self._apart if put.row is None else self._together
-        return lane.put(Output(put, self.tokenizer, on_update, request.top_logprobs))
+        with self._submitting:
+            self._check_room()
+            return lane.put(Output(put, self.tokenizer, on_update, request.top_logprobs))
 
     def _check_room(self) -> None:
         waiting = sum(lane.waiting for lane in self._lanes)
@@ -191,6 +193,7 @@ class _Lane:
                 for request in self._scheduler.clear():
                     request.fail(error)
                     self._tell(request)
+            self._running = len(self._scheduler.running)
         self._scheduler.close()
         for output in list(self._outputs.values()):
             output.request.is_over = True
@@ -220,7 +223,11 @@ class _Lane:
         if request.is_over:
             with self._changed:
                 del self._outputs[request.index]
-        output.tell()
+        try:
+            output.tell()
+        except Exception:  # of its client alone; the other outputs go on
+            _log.exception("an update could not be sent, and its request is cancelled")
+            self._scheduler.cancel(request)
 
 
 def _cache_tokens_of(model: PreTrainedModel, rows: int) -> int:

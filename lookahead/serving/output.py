@@ -44,8 +44,9 @@ class Output:
         text = self._pieces.put(tokens)
         if last.finish_reason is not None:
             text += self._pieces.end()
-        logprobs = [] if request.row is None or self._top is None else self._logprobs(request.row, tokens)
-        end, error = last.finish_reason, last.error
+        end, error, logprobs = last.finish_reason, last.error, list[TokenLogprobs]()
+        if request.row is not None and self._top is not None and error is None:
+            logprobs = self._logprobs(request.row, tokens)
         self._on_update(Update(text=text, tokens=tokens, logprobs=logprobs, end=end, error=error, stats=request.stats))
 
     def _logprobs(self, row: Row, tokens: list[int]) -> list[TokenLogprobs]:
