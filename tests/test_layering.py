@@ -390,3 +390,10 @@ def test_importing_the_library_loads_neither_the_command_line_nor_what_draws_it(
     loaded = run.stdout.split()
     assert "lookahead" in loaded
     assert not {"lookahead.cli.app", "lookahead.plugins.heads.training", "typer", "rich"} & set(loaded)
+
+
+def test_every_folder_of_the_package_is_installed():
+    listed = re.search(r"^packages = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    names = set(re.findall(r'"([a-z_.]+)"', listed.group(1))) - {"lookahead.kernels", "lookahead.ngram"}
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "lookahead").rglob("*.py") if path.resolve() == path}
+    assert names == {".".join(folder.parts) for folder in folders}

@@ -70,7 +70,7 @@ EXTENDED = {
     "tests/test_verdict_files.py": ("lookahead/*/verdict_files.py", "lookahead/utils/*"),
     "tests/test_changed_results.py": ("lookahead/jobs/*",),
     "tests/test_cli_process.py": ("lookahead/cli/*", "lookahead/documents/*", "lookahead/jobs/*"),
-    "tests/test_packaging.py": ("MANIFEST.in", "kernels/*", "lookahead/*/__init__.py", "lookahead/__*.py", "ngram/*"),
+    "tests/test_packaging.py": ("MANIFEST.in", "kernels/*", "lookahead/*__init__.py", "lookahead/__*.py", "ngram/*"),
     "tests/test_platforms.py": ("kernels/*", "lookahead/documents/*", "lookahead/utils/*", "lookahead/*/pool_files.py"),
     "tests/test_ray*.py": ("lookahead/jobs/*", "lookahead/summarization/*"),
     "tests/test_shared_files.py": ("lookahead/jobs/*", "lookahead/utils/*", "lookahead/proposers/*_file*.py"),
