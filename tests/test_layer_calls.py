@@ -7,6 +7,7 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers
 from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.protocol import BitPolicy
 from lookahead.errors import UnsupportedModelError
+from lookahead.kernels.jobs import torch_on_threads
 from lookahead.model.model_state import recognise, state_of
 from tests.support.small_layers import (
     HALF,
@@ -204,6 +206,33 @@ def test_a_change_without_a_version_is_seen_by_the_next_call_while_one_is_open(f
         model.model.layers[1].mlp.down_proj.weight.data.mul_(2)
         recognise(model)
         assert torch.equal(logits_behind(model), logits_behind(copy.deepcopy(model)))
+
+
+@on_x86
+@pytest.mark.skipif(not attends(SINGLE), reason="without an attention kernel no pass is one call")
+def test_passes_stay_one_call_after_another_thread_has_served_the_model(fused, calls, three_threads):
+    recognise(model := made(dtype=SINGLE, **WIDE))
+
+    def is_one_call(*, beside: bool) -> bool:
+        """Whether a pass over a tree is one call, also while a thread with fewer threads serves the model."""
+        target, entered, ended = backend_for(model, rows=1, capacity=64), Event(), Event()
+
+        def serve() -> None:
+            with torch_on_threads(1), backend_for(model, rows=1, capacity=64).serving():
+                entered.set()
+                ended.wait(60)
+
+        with target.serving(), ThreadPoolExecutor() as pool:
+            target.read([np.arange(3, 14, dtype=np.int32)])
+            if beside:
+                pool.submit(serve)
+                assert entered.wait(60)
+            target.score(trees_of(1, 5, 0), BitPolicy.SOLO)
+            ended.set()
+        return target.is_ragged
+
+    assert is_one_call(beside=True)
+    assert is_one_call(beside=False)
 
 
 @on_x86

@@ -77,6 +77,16 @@ def by_another_buffer(model: Any) -> None:
     model.model.rotary_emb.register_buffer("inv_freq", model.model.rotary_emb.inv_freq * 0.7, persistent=False)
 
 
+def by_transposing(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    weight.data = weight.data.t()  # the same memory, as square
+
+
+def by_expanding(model: Any) -> None:
+    weight = model.model.norm.weight
+    weight.data = weight.data[:1].expand(len(weight))
+
+
 def by_merging_an_adapter(model: Any) -> None:
     torch.manual_seed(1)
     down(model).weight.data += torch.randn(512, 2) @ torch.randn(2, 1024) * 0.05
@@ -97,6 +107,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a block of a head": lambda model: model.model.layers[0].self_attn.v_proj.weight.data[64:128, 128:192].mul_(-3),
     "a norm": lambda model: model.model.norm.weight.data.mul_(1.7),
     "one number of a norm": lambda model: model.model.norm.weight.data[17:18].mul_(30),
+    "a transposed view": by_transposing,
+    "an expanded norm": by_expanding,
     "a norm's size": lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
     "a buffer": of_buffers,
     "another buffer": by_another_buffer,

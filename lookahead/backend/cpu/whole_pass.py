@@ -31,7 +31,7 @@ from lookahead.kernels.jobs import torch_on_one_thread
 from lookahead.model.attention import real_config
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import own_attention
-from lookahead.model.known_code import code_of, global_hooks, is_set_by_user, working_hooks_of
+from lookahead.model.known_code import code_of, global_hooks, is_ours, is_set_by_user, working_hooks_of
 
 _TRIALS = 3  # per number of threads
 _FEWER, _HOPELESS = 0.9, 1.3  # time relative to the least: below, fewer threads are used; above, the search stops
@@ -82,7 +82,7 @@ class WholePass:
         # A streamer or a stopping criterion may change these between two passes of a call.
         self._layers = [each.layer for each in parts.layers]
         self._inner = [self._decoder, parts.norm, *([parts.head] if parts.head else []), *self._layers]
-        self._forwards: list[Any] = []  # their `forward`s as of the first pass
+        self._forwards: list[Any] = []  # their `forward`s as of the newest pass
         self._newest_hook = RemovableHandle.next_id
 
     def __call__(
@@ -160,8 +160,7 @@ class WholePass:
         # In half precision the nodes of several rows have the bits of each row alone, or of one batch.
         if len(trees) > 1 and parts.norm.weight.dtype != torch.float32 and not tree_pass.attends_per_node:
             return False
-        forwards = [vars(each).get("forward") for each in (model, *self._inner)]
-        self._forwards = self._forwards or forwards
+        forwards = [vars(module).get("forward") for module in (model, *self._inner)]
         return (
             slots.capacity >= _FEWEST_SLOTS
             and decoder.config.num_hidden_layers == len(cache.layers) == len(decoder.layers) == len(parts.layers)
@@ -169,9 +168,16 @@ class WholePass:
             and all(map(is_, decoder.layers._modules.values(), self._layers))
             and decoder.norm is parts.norm
             and (parts.head is None or model.lm_head is parts.head)
-            and all(map(is_, forwards, self._forwards))
+            and (forwards == self._forwards or self._are_ours(forwards))
             and (self._newest_hook == RemovableHandle.next_id or self._is_unhooked(model))
         )
+
+    def _are_ours(self, forwards: list[Any]) -> bool:
+        """Whether no module has a user's `forward`; ours are others where a thread serves the model beside this one."""
+        if not all(forward is None or is_ours(forward) for forward in forwards):
+            return False
+        self._forwards = forwards
+        return True
 
     def _is_unhooked(self, model: Any) -> bool:
         """Whether no module that is not called has a hook; checked again after any hook was set anywhere."""
