@@ -110,9 +110,9 @@ def page(folder: Path) -> str:
         "# Results",
         "",
         "`python -m bench.tables` writes this page from the files in `bench/results`; nothing here is written by hand.",
-        "`python -m bench.NAME --help` says what a command measures. A section that names a commit was made by a",
-        "command, an option or a method that this commit has, and that is no longer there. Models and files of prompts",
-        "that commands name do not all come along. Seconds are CPU time of one thread unless a figure says otherwise;",
+        "`python -m bench.NAME --help` says what a command measures. A section that names a commit was made by that",
+        "commit; its command, options or figures have changed since, or are gone. Models and files of prompts that",
+        "commands name do not all come along. Seconds are CPU time of one thread unless a figure says otherwise;",
         "`avx2` in a name says that the CPU was kept to AVX2.",
         "",
     ]

@@ -20,8 +20,11 @@ from lookahead.config import refuse_removed
 from lookahead.errors import ConfigError
 
 REMOVED_COMMANDS = {
-    "calibrate": "every command measures some sizes of drafts at the first use of a model, and learns while it decodes",
-    **dict.fromkeys(("pool verify", "memory verify"), "'info' checks every byte, and with --model that the file fits"),
+    "calibrate": "commands that decode measure the costs of drafts at the first use of a model, and learn on",
+    **dict.fromkeys(
+        ("pool verify", "memory verify"),
+        "'pool info' and 'memory info' check every byte, and with --model whether the file fits",
+    ),
     "pick-draft": "'lookahead bench' measures heads and 'lookahead generate --stats' a draft model; "
     "run them with and without --heads DIR or --draft-model MODEL",
 }

@@ -115,7 +115,10 @@ def quantize_linears(module: nn.Module, kind_of: Callable[[nn.Linear], str]) -> 
     for parent in list(module.modules()):
         for name, layer in parent._modules.items():
             if type(layer) is nn.Linear and (kind := kind_of(layer)):
-                rounded[layer] = rounded.get(layer) or QuantizedLinear(layer, kind)
+                try:
+                    rounded[layer] = rounded.get(layer) or QuantizedLinear(layer, kind)
+                except ValueError as error:
+                    raise UnsupportedModelError(f"its layer {name} cannot be quantized: {error}") from error
                 parent._modules[name] = rounded[layer]
     return len(rounded)
 

@@ -197,7 +197,7 @@ class ModelState:
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.threads: dict[int, int] = {}  # threads per pass on a CPU, by torch's number of threads
         self.tokenizers: WeakSet[Any] = WeakSet()  # checked against the model
-        self.encoding: Any = None  # class and sizes of its newest encoder outputs (`lookahead.model.encoding`)
+        self.encoding: Any = None  # class and sizes of its newest encoder outputs (of the encoder-decoder plug-in)
         self.problems: dict[str, str] = {}  # why a faster path is off, by path
         self.noted = 0  # problems, including repeated ones
         self._reported: set[Hashable] = set()

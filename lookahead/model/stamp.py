@@ -133,10 +133,12 @@ def form_of(model: Any) -> Form:
     places = [(tensor.data_ptr(), tensor.nbytes) if type(tensor) in _MEMORY else (0, 0) for tensor in tensors.values()]
     sizes = [attribute[1] for attribute in attributes if attribute[:1] == ("num_embeddings",)]
     structure = hash((*map(id, kinds), *sizes, getattr(model, "dtype", None)))
-    shapes = [(tensor.shape, _strides_of(tensor), tensor.dtype, tensor.device) for tensor in tensors.values()]
+    # A transposed view has the address and the shape of its square matrix.
+    strides = [tensor.stride() if tensor.layout is torch.strided else () for tensor in tensors.values()]
+    shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors.values()]
     plain = xxhash.xxh3_64_intdigest(marshal.dumps(attributes, 2))  # `hash` has the same value for -1 and -2
     called = code_of(frozenset(kinds)).number, code_of(AROUND).number
-    parts = structure, *shapes, *called, *map(id, code), plain, *_settings_of(model)
+    parts = structure, *shapes, *strides, *called, *map(id, code), plain, *_settings_of(model)
     number = hash((*parts, *map(id, modules), *tensors, *places, *held))
     return Form(number, structure, parts, tensors, places, code)
 
@@ -286,11 +288,6 @@ def _in_order(tensor: Tensor) -> Tensor:
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda at: -strides[at])
     return nn.Parameter(tensor.detach().permute(order), requires_grad=False)
-
-
-def _strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor: a transposed view has the address and the shape of its square matrix."""
-    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 def _is_memory(tensor: Tensor) -> bool:

@@ -39,8 +39,7 @@ _FILES = {  # by kind, the files that may hold the weights; `write_heads` writes
 }
 _NATIVE_KIND = "mtp"  # in the stats
 _REMOVED = (
-    "were removed: Medusa and EAGLE-3 are served, which 'lookahead train' trains, and the MTP layer of a checkpoint "
-    f"({NATIVE!r})"
+    f"were removed: 'lookahead train' trains Medusa and EAGLE-3, and {NATIVE!r} uses the MTP layer of a checkpoint"
 )
 _DRAFTERS: dict[str, type[HeadDrafter]] = {MedusaHeads.kind: MedusaDrafter, EagleHead.kind: EagleDrafter}
 _MEDUSA_PREFIX = "medusa_head."  # in checkpoints that hold the model too

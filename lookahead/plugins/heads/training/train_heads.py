@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 KINDS = ("medusa", "eagle3")
+_REMOVED_KINDS = {
+    "eagle": "was removed: eagle3 replaces it",
+    "mtp": "was removed: train eagle3, or use the layer of a checkpoint with --heads native",
+}
 _ANSWERS = "answers.json"  # the model's answers to the prompts of the data
 _DONE = "trainer_state.json"  # written last into a checkpoint
 _SHOWN = ("loss", "eval_accuracy")
@@ -49,7 +53,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            state = "was removed" if self.kind in ("eagle", "mtp") else "is unknown"
+            state = _REMOVED_KINDS.get(self.kind, "is unknown")
             raise TrainingError(f"the kind of heads must be {' or '.join(KINDS)}; {self.kind!r} {state}")
         ones = ("heads", "draft_vocab", "steps", "batch_size", "max_new_tokens")
         for name, least in {**dict.fromkeys(ones, 1), "max_length": 2, "hold_out_every": 2}.items():
