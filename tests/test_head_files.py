@@ -208,7 +208,8 @@ def test_sizes_that_nobody_would_write_are_refused_at_once_by_one_kind_of_error(
 
 def test_heads_of_a_removed_kind_are_refused_with_the_kinds_that_stay(folder, tiny_llama):
     _rewrite_config(folder, lookahead_heads="mtp")
-    with pytest.raises(HeadsError, match="'mtp', which lookahead trained, were removed: 'lookahead train' trains Medusa"):
+    advice = "'mtp', which lookahead trained, were removed: 'lookahead train' trains Medusa"
+    with pytest.raises(HeadsError, match=advice):
         open_heads(folder, tiny_llama)
     _rewrite_config(folder, lookahead_heads="hydra")
     with pytest.raises(HeadsError, match="heads of an unknown kind, 'hydra'"):
