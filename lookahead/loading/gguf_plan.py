@@ -1,8 +1,8 @@
 """The tensors of a GGUF file, and which of them are multiplied as they are stored.
 
-A linear layer or an embedding keeps its blocks if their type is one of `block_formats.FORMATS` and transformers at most
-reorders the rows of its tensor. Other tensors are dequantized. The configuration, the tokenizer and the plan of tensors
-take seconds to read, and are kept in a small folder.
+A linear layer or an embedding, scaled or not, keeps its blocks if their type is one of `block_formats.FORMATS` and
+transformers at most reorders the rows of its tensor. Other tensors are dequantized. The configuration, the tokenizer
+and the plan of tensors take seconds to read, and are kept in a small folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +28,7 @@ from lookahead.utils.locks import locked
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_VERSION = "parts-1"
+_VERSION = "parts-2"
 _S = 10  # to read a configuration and a tokenizer
 _FILE = "tensors.json"
 _SHARE = 0.5  # smallest share of a file's elements in kept tensors
@@ -125,9 +126,12 @@ def plan_of(reader: Any, model: PreTrainedModel) -> Plan:
     from lookahead.kernels import block_product
 
     architecture = reader.fields["general.architecture"].contents()
-    processor, places = processor_of(architecture, model.config), _places_of(architecture, model)
-    if processor is None or not places:
+    processor, (places, unnamed) = processor_of(architecture, model.config), _places_of(architecture, model)
+    if processor is None:
         return Plan(architecture, f"transformers reads {architecture} in another way", [], {})
+    if unnamed:
+        reason = f"no tensor of a {architecture} file has the name of {unnamed[0]} in {type(model).__name__}"
+        return Plan(architecture, reason, [], {})
     if not block_product.is_supported():
         return Plan(architecture, "this CPU has no instructions for float16", [], {})
     orders, parameters = RowOrders(processor), dict(model.named_parameters())  # tied ones once
@@ -136,14 +140,14 @@ def plan_of(reader: Any, model: PreTrainedModel) -> Plan:
     others = _other_shapes(shapes, parameters)
     check_fit(model, [*fault("lacks", parameters.keys() - shapes), *fault(OTHER_SHAPES, others)])
     check_places((tensor.name for tensor in reader.tensors), places, model)
-    tensors = [tensor._replace(is_kept=_keeps_blocks(tensor, model, orders)) for tensor in tensors]
-    layers = {tensor.place.removesuffix(".weight"): tensor.kind for tensor in tensors if tensor.is_kept}
+    obstacles = {tensor.place: _obstacle(tensor, model, orders) for tensor in tensors}
+    tensors = [tensor._replace(is_kept=not obstacles[tensor.place]) for tensor in tensors]
     kept, all_of_them = (
         sum(tensor.numbers for tensor in tensors if tensor.is_kept or counts) for counts in (False, True)
     )
     if kept < _SHARE * all_of_them:
-        kinds = sorted({tensor.kind for tensor in tensors if not tensor.is_kept and len(tensor.shape) > 1})
-        return Plan(architecture, f"most of its weights, of {' and '.join(kinds)}, are not multiplied so", [], {})
+        return Plan(architecture, _largest_obstacle(tensors, obstacles, model), [], {})
+    layers = {tensor.place.removesuffix(".weight"): tensor.kind for tensor in tensors if tensor.is_kept}
     return Plan(architecture, "", tensors, {**layers, **_tied(model, layers)})
 
 
@@ -163,21 +167,23 @@ def _other_shapes(shapes: dict[str, tuple[int, ...]], parameters: dict[str, Any]
     ]
 
 
-def _places_of(architecture: str, model: PreTrainedModel) -> dict[str, str]:
-    """The parameters of a model by tensor name; empty unless all names are known."""
+def _places_of(architecture: str, model: PreTrainedModel) -> tuple[dict[str, str], list[str]]:
+    """The parameters of a model by tensor name, and those without a name that share no other one's tensor."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
     if architecture not in known:
-        return {}
+        return {}, [place for place, _ in model.named_parameters()]
     names = get_tensor_name_map(known[architecture], model.config.get_text_config().num_hidden_layers)
-    found = dict[str, str]()
-    for place, _ in model.named_parameters(remove_duplicate=False):
+    places, named, others = dict[str, str](), set[int](), dict[str, int]()
+    for place, parameter in model.named_parameters(remove_duplicate=False):
         stem, _, suffix = place.rpartition(".")
         if (name := names.get_name(stem)) is None:
-            return {}
-        found[f"{name}.{suffix}"] = place
-    return found
+            others[place] = id(parameter)
+        else:
+            places[f"{name}.{suffix}"] = place
+            named.add(id(parameter))
+    return places, [place for place, parameter in others.items() if parameter not in named]
 
 
 def processor_of(architecture: str, config: Any) -> Any:
@@ -241,24 +247,39 @@ class RowOrders:
         return moved.weights[:, 0].astype(np.int64) if is_order else None
 
 
-def _keeps_blocks(tensor: PlacedTensor, model: PreTrainedModel, orders: RowOrders) -> bool:
-    """Whether the layer of a tensor is plain, and can use its blocks unchanged except for the order of rows."""
-    import torch
-
+def _obstacle(tensor: PlacedTensor, model: PreTrainedModel, orders: RowOrders) -> str:
+    """Why the layer of a tensor cannot use its blocks unchanged except for the order of rows; empty if it can."""
     from lookahead.kernels.block_formats import FORMATS
+    from lookahead.loading.quantized import replacement_of
 
     name, _, parameter = tensor.place.rpartition(".")
     layer: Any = model.get_submodule(name)
     of_kind = FORMATS.get(tensor.kind)
-    if of_kind is None or parameter != "weight" or type(layer) not in (torch.nn.Linear, torch.nn.Embedding):
-        return False
-    if tuple(layer.weight.shape) != tensor.shape or tensor.shape[1] % of_kind.inputs:
-        return False
+    if parameter != "weight" or replacement_of(layer) is None:
+        return "a layer of this class does not keep blocks"
+    if of_kind is None:
+        return f"weights of {tensor.kind} are not multiplied as they are stored"
+    if tuple(layer.weight.shape) != tensor.shape:
+        return "transformers reads their tensor in another shape"
+    if tensor.shape[1] % of_kind.inputs:
+        return f"their {tensor.shape[1]} inputs are no multiple of {of_kind.inputs}, as blocks of {tensor.kind} are"
     try:
         orders.of(tensor.name, tensor.shape)
     except ValueError:
-        return False
-    return True
+        return "transformers changes more of them than the order of rows"
+    return ""
+
+
+def _largest_obstacle(tensors: Sequence[PlacedTensor], obstacles: Mapping[str, str], model: PreTrainedModel) -> str:
+    """The obstacle and the class of layers of most of the weights that cannot stay in blocks, with the first layer."""
+    sizes, first = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
+    for tensor in tensors:
+        name = tensor.place.rpartition(".")[0]
+        key = obstacles[tensor.place], type(model.get_submodule(name)).__name__
+        sizes[key] += tensor.numbers * (not tensor.is_kept)
+        first.setdefault(key, name)
+    ((key, _),) = sizes.most_common(1)
+    return f"most of its weights would be dequantized, first of all those of {first[key]} ({key[1]}): {key[0]}"
 
 
 def _tied(model: PreTrainedModel, layers: dict[str, str]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from lookahead.kernels.block_formats import FORMATS
 from lookahead.kernels.packed_product import PackedWeight
 
 _DTYPES = torch.float32, torch.bfloat16  # dtypes of rows that the kernel accepts
+_ROWS = 8  # of the embedding that shows what its class does
 
 
 class QuantizedLinear(nn.Module):
@@ -81,15 +82,22 @@ class QuantizedLinear(nn.Module):
 class QuantizedEmbedding(nn.Module):
     """An embedding with the weights of a GGUF file, which the output layer may share.
 
-    Its rows are those of `gguf.quants.dequantize`, rounded to the dtype of the model.
+    Its rows are those of `gguf.quants.dequantize`, rounded to the dtype of the model, times the scale of an embedding
+    that has one.
     """
 
     def __init__(self, embedding: nn.Embedding, kind: str, weight: nn.Parameter) -> None:
         super().__init__()
         self.kind, self.num_embeddings, self.embedding_dim = kind, embedding.num_embeddings, embedding.embedding_dim
-        self.weight = weight
+        self.weight, self.factor = weight, scale_of(embedding)
         # Follows the dtype of the model, as a weight would.
-        self.register_buffer("like", torch.empty(0, dtype=embedding.weight.dtype, device="cpu"), persistent=False)
+        scale = torch.empty((), dtype=embedding.weight.dtype, device="cpu")
+        self.register_buffer("scale", scale, persistent=False)
+        self.fill_scale()
+
+    def fill_scale(self) -> None:
+        """Set the scale, which transformers forgets while it loads weights."""
+        cast(Tensor, self.scale).fill_(1.0 if self.factor is None else self.factor)
 
     def extra_repr(self) -> str:
         """The sizes, for the model's `repr`."""
@@ -101,8 +109,46 @@ class QuantizedEmbedding(nn.Module):
         least, most = map(int, rows.aminmax()) if rows.numel() else (0, 0)
         if least < 0 or most >= self.num_embeddings:
             raise IndexError(f"ids must be from 0 to {self.num_embeddings - 1}, got {least} to {most}")
-        values = block_formats.rows_of(self.weight, self.kind, rows).to(cast(Tensor, self.like).dtype)
-        return values.view(*ids.shape, self.embedding_dim)
+        scale = cast(Tensor, self.scale)
+        values = block_formats.rows_of(self.weight, self.kind, rows).to(scale.dtype)
+        values = values.view(*ids.shape, self.embedding_dim)
+        return values if self.factor is None else values * scale
+
+
+def scale_of(embedding: nn.Embedding) -> float | None:
+    """The number by which a class of transformers multiplies the rows of its embedding; None for a plain embedding.
+
+    Raises:
+        ValueError: The class does something else, as a small embedding of it shows.
+    """
+    kind: Any = type(embedding)
+    if kind is nn.Embedding:
+        return None
+    scales = (getattr(embedding, name, None) for name in ("scalar_embed_scale", "embed_scale"))
+    scale = next((scale for scale in scales if isinstance(scale, float)), None)
+    try:
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            small, ids = kind(_ROWS, _ROWS, 0, embed_scale=scale), torch.arange(_ROWS)
+            for dtype in _DTYPES:
+                rows = small.to(dtype).weight.copy_(torch.linspace(-1, 3, _ROWS**2).view(_ROWS, _ROWS))
+                if not torch.equal(small(ids), rows * torch.tensor(scale).to(dtype)):
+                    raise ValueError("its rows are not those of its weight times its scale")
+    except Exception as error:  # of any class's own code
+        raise ValueError(f"{kind.__name__} is no scaled embedding: {error}") from error
+    return scale
+
+
+def replacement_of(layer: nn.Module) -> type[QuantizedLinear] | type[QuantizedEmbedding] | None:
+    """The class that keeps the blocks of a layer; None if the class of the layer does more than these."""
+    if type(layer) is nn.Linear:
+        return QuantizedLinear
+    if not isinstance(layer, nn.Embedding):
+        return None
+    try:
+        scale_of(layer)
+    except ValueError:
+        return None
+    return QuantizedEmbedding
 
 
 QUANTIZED_LAYERS = QuantizedLinear, QuantizedEmbedding
@@ -228,11 +274,14 @@ class _BlockQuantizer(_InferenceQuantizer):
             layer = cast(Any, model.get_submodule(name))
             shape = block_formats.packed_shape(kind, *layer.weight.shape)
             weight = nn.Parameter(torch.empty(shape, dtype=torch.int32, device="meta"), requires_grad=False)
-            replacement = QuantizedEmbedding if type(layer) is nn.Embedding else QuantizedLinear
+            replacement = QuantizedLinear if type(layer) is nn.Linear else QuantizedEmbedding
             model.set_submodule(name, replacement(layer, kind, weight))
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for layer in model.modules():
+            if isinstance(layer, QuantizedEmbedding):
+                layer.fill_scale()
         return model.requires_grad_(False)
 
 

@@ -18,6 +18,10 @@ BLOCKS = {
     "Q5_1": (24, (0, 2), 32, 0.03), "Q8_0": (34, (0,), 32, 4e-3), "Q4_K": (144, (0, 2), 256, 1e-3),
     "Q5_K": (176, (0, 2), 256, 5e-4), "Q6_K": (210, (208,), 256, 2e-4), "Q3_K": (110, (108,), 256, 4e-3),
 }  # fmt: skip
+NORMS = {  # of a block, by architecture
+    "gemma2": ("attn", "post_attention", "ffn", "post_ffw"),
+    "gemma3": ("attn", "post_attention", "ffn", "post_ffw", "attn_q", "attn_k"),
+}
 _ZERO = {"Q4_1": -8, "Q5_1": -16, "Q4_K": 8, "Q5_K": 16}  # a minimum in steps, for weights around 0
 
 
@@ -41,7 +45,7 @@ def write_gguf(
     kinds: Mapping[str, str] | None = None,
     depth: int = 1,
 ) -> Path:
-    """A tiny random Llama with a tokenizer of letters.
+    """A tiny random Llama, or Gemma with its tied head, with a tokenizer of letters.
 
     It is in fp32, except tensors with a block type in `kinds`, by their names with or without the layer.
     `edit` may change the content of the `GGUFWriter`.
@@ -69,7 +73,12 @@ def write_gguf(
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    shapes = {"token_embd": (len(WORDS), size), "output": (len(WORDS), size)}
+    writer.add_token_scores([0.0] * len(WORDS))
+    writer.add_key_length(size // 2)
+    writer.add_value_length(size // 2)
+    writer.add_sliding_window(16)
+    heads = ("token_embd",) if architecture in NORMS else ("token_embd", "output")
+    shapes: dict[str, tuple[int, int]] = dict.fromkeys(heads, (len(WORDS), size))
     for block in (f"blk.{i}." for i in range(depth)):
         shapes |= {f"{block}attn_{each}": (size, size) for each in ("q", "k", "v", "output")}
         shapes |= {f"{block}ffn_{each}": (inner, size) for each in ("gate", "up")}
@@ -81,8 +90,10 @@ def write_gguf(
         else:
             raw = blocks(kind, *shape, seed)
             writer.add_tensor(f"{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType[kind])
-    for name in ("output_norm", *(f"blk.{i}.{each}_norm" for i in range(depth) for each in ("attn", "ffn"))):
-        writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
+    norms = NORMS.get(architecture, ("attn", "ffn"))
+    for name in ("output_norm", *(f"blk.{i}.{each}_norm" for i in range(depth) for each in norms)):
+        of_a_head = name.endswith(("attn_q_norm", "attn_k_norm"))
+        writer.add_tensor(f"{name}.weight", np.ones(size // 2 if of_a_head else size, np.float32))
     edit(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
