@@ -28,6 +28,8 @@ _SUPER = 256  # inputs of the larger blocks
 _AT_ONCE = 1 << 16  # weights that are rounded at a time, which fit a near cache
 _LARGEST, _SMALLEST = 127, 1e-30  # largest number of 8 bits; blocks with no larger weight are rounded to zeros
 _TURNS = 4  # iterations of rounding to 4 bits and of fitting a line
+_PLAIN, _THREE, _TABLE, _SMALL, _SIX = range(5)  # orders of numbers and scales in a block
+_STEPS = "single", "pair", "small", "unit", "halves"
 _U = np.uint32
 
 
@@ -41,10 +43,11 @@ class Format(NamedTuple):
         zero: Offset subtracted from each number that has a scale and no minimum.
         at: Offset of the first byte of the numbers of a block without 6-bit scales; upper bits are in the 4 bytes
             before.
-        scale_at: Offset of the scale, float16, or float32 in int8.
+        scale_at: Offset of the scale: float16, or float32 in int8, or in MXFP4 the exponent of 2.
         has_minimum: Whether a float16 minimum follows it.
         round: Rounds float32 weights `[outputs, blocks, inputs]` to blocks, uint8 `[outputs, blocks, nbytes]`; None for
             formats that are only read.
+        layout: The order of the numbers and the 6-bit scales of a block.
     """
 
     inputs: int
@@ -55,6 +58,7 @@ class Format(NamedTuple):
     scale_at: int = 0
     has_minimum: bool = False
     round: Callable[[Tensor], Tensor] | None = None
+    layout: int = _PLAIN
 
 
 def _to_bytes(blocks: Tensor) -> Tensor:
@@ -80,8 +84,14 @@ def _to_nibbles(blocks: Tensor) -> Tensor:
     return torch.cat([halves.view(torch.uint8), low | high << 4], 2)
 
 
-FOUR, FIVE, EIGHT, EIGHT_WIDE = Group(4, "pair"), Group(5, "pair"), Group(8, "pair"), Group(8, "single", 64)
-FOUR_SMALL, FIVE_SMALL, SIX = Group(4, "small"), Group(5, "small"), Group(6, "halves")
+_NEAR_ZERO = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113  # denser around zero
+_FLOATS = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12  # twice those of two bits of exponent and one more
+FOUR, FIVE = Group(4, "pair"), Group(5, "pair")
+EIGHT, EIGHT_WIDE = Group(8, "pair", zero=128), Group(8, "single", 64, zero=128)
+THREE_HALVES, SIX_HALVES = Group(4, "halves", zero=4), Group(6, "halves", zero=32)
+FOUR_SMALL, FIVE_SMALL = Group(4, "small"), Group(5, "small")
+TABLE, TABLE_UNIT = Group(4, "pair", zero=128, table=_NEAR_ZERO), Group(4, "unit", zero=128, table=_NEAR_ZERO)
+TABLE_SINGLE = Group(4, "single", zero=128, table=_FLOATS)
 FORMATS = {
     "int8": Format(64, 68, EIGHT_WIDE, at=4, round=_to_bytes),
     "Q4_0": Format(32, 18, FOUR, zero=8, at=2),
@@ -89,9 +99,13 @@ FORMATS = {
     "Q5_0": Format(32, 22, FIVE, zero=16, at=6),
     "Q5_1": Format(32, 24, FIVE, at=8, has_minimum=True),
     "Q8_0": Format(32, 34, EIGHT, at=2),
-    "Q4_K": Format(_SUPER, 144, FOUR_SMALL, has_minimum=True),
-    "Q5_K": Format(_SUPER, 176, FIVE_SMALL, has_minimum=True),
-    "Q6_K": Format(_SUPER, 210, SIX, scale_at=208),
+    "IQ4_NL": Format(32, 18, TABLE, at=2),
+    "MXFP4": Format(32, 17, TABLE_SINGLE, at=1),
+    "Q3_K": Format(_SUPER, 110, THREE_HALVES, scale_at=108, layout=_THREE),
+    "IQ4_XS": Format(_SUPER, 136, TABLE_UNIT, layout=_TABLE),
+    "Q4_K": Format(_SUPER, 144, FOUR_SMALL, has_minimum=True, layout=_SMALL),
+    "Q5_K": Format(_SUPER, 176, FIVE_SMALL, has_minimum=True, layout=_SMALL),
+    "Q6_K": Format(_SUPER, 210, SIX_HALVES, scale_at=208, layout=_SIX),
 }
 """Formats by name. Those named as in GGUF files are multiplied as a file stores them.
 
@@ -137,8 +151,9 @@ def lay_out(blocks: NDArray[np.uint8], kind: str, order: NDArray[np.int64] | Non
     order = np.arange(outputs) if order is None else np.ascontiguousarray(order, np.int64)
     packed = zeros(*packed_shape(kind, outputs, inputs), dtype=torch.int32)
     group = of_kind.group
-    sizes = of_kind.inputs, of_kind.nbytes, of_kind.at
-    own = np.array([*sizes, group.bits, group.size, group.blocks, group.main, group.upper, group.lines], np.int64)
+    sizes = group.bits, group.size, group.blocks, group.main, group.upper, group.lines
+    of_block = of_kind.inputs, of_kind.nbytes, of_kind.at, of_kind.layout, _STEPS.index(group.steps)
+    own = np.array([*of_block, *sizes], np.int64)
     places = blocks.ctypes.data, order.ctypes.data, steps.ctypes.data, packed.data_ptr(), own.ctypes.data
     numbers = *places, outputs, blocks.shape[1], packed.shape[1]
     run((_lay_out, len(packed), numbers, (blocks, order, steps, packed, own)))
@@ -148,8 +163,11 @@ def lay_out(blocks: NDArray[np.uint8], kind: str, order: NDArray[np.int64] | Non
 def _steps_of(blocks: NDArray[np.uint8], kind: str) -> NDArray[np.uint32]:
     """The scale of blocks `[outputs, blocks, bytes]`; two float16 are in the halves of a word, as in a panel."""
     of_kind = FORMATS[kind]
-    if of_kind.group.steps == "single":
+    if of_kind.group.steps == "single" and of_kind.at == 4:
         return blocks[..., :4].copy().view(np.uint32)[..., 0]
+    if of_kind.group.steps == "single":
+        exponents = blocks[..., 0].astype(np.uint32)  # of 2, plus 128
+        return np.where(exponents < 2, _U(1 << 21) << exponents, (exponents - _U(1)) << _U(23)).astype(np.uint32)
     halves, count = np.zeros((*blocks.shape[:2], 2), np.float16), 1 + of_kind.has_minimum
     found = blocks[..., of_kind.scale_at : of_kind.scale_at + 2 * count].copy().view(np.float16)
     halves[..., :count] = found
@@ -166,7 +184,7 @@ def _lay_out(address: Any) -> None:
     _, panels, blocks_at, order_at, steps_at, packed_at, of_kind_at, outputs, row_bytes, terms = array_at(
         address, (10,), np.int64
     )
-    inputs, nbytes, at, bits, size, together, main, upper, lines = array_at(of_kind_at, (9,), np.int64)
+    inputs, nbytes, at, layout, kind, bits, size, together, main, upper, lines = array_at(of_kind_at, (11,), np.int64)
     count = row_bytes // nbytes
     blocks, order = array_at(blocks_at, (outputs, row_bytes), np.uint8), array_at(order_at, (outputs,), np.int64)
     steps, packed = array_at(steps_at, (outputs, count), np.uint32), array_at(packed_at, (panels, terms, COLUMNS), _U)
@@ -177,28 +195,32 @@ def _lay_out(address: Any) -> None:
             column = packed[panel, :, place % COLUMNS]
             for block in range(count):
                 own = blocks[order[place], block * nbytes : (block + 1) * nbytes]
-                if inputs == size:
+                if layout == _PLAIN:
                     _read_block(own, bits, at, size, numbers)
-                elif bits == 6:
-                    _read_six(own, numbers, small)
-                else:
+                elif layout == _THREE:
+                    _read_three(own, numbers, small)
+                elif layout == _TABLE:
+                    _read_table(own, numbers, small)
+                elif layout == _SMALL:
                     _read_small(own, bits, numbers, small)
+                else:
+                    _read_six(own, numbers, small)
                 for i in range(inputs // size):
                     part = block * inputs // size + i
                     line, half = part // together * lines, part % together
                     first, above = line + half * main, line + together * main + half * upper
                     _store_numbers(numbers[size * i : size * (i + 1)], bits, column, first, above)
-                    if size == 64:
+                    if kind == 0:
                         column[line + lines - 1] = steps[order[place], block]
                         continue
                     halves, last = packed[panel, line + lines - 1].view(np.uint16), place % COLUMNS
                     halves[last] = steps[order[place], block]
-                    if bits == 6:
+                    if kind > 2:
                         signed = packed[panel, line + lines - 1].view(np.uint8)
                         signed[2 * COLUMNS + last], signed[3 * COLUMNS + last] = small[2 * i], small[2 * i + 1]
                         continue
                     halves[COLUMNS + last] = steps[order[place], block] >> _U(16)
-                    if inputs > size:
+                    if kind == 2:
                         own_steps = packed[panel, line + lines - 2].view(np.uint8)
                         first = 2 * half * COLUMNS + last
                         own_steps[first], own_steps[first + COLUMNS] = small[2 * i], small[2 * i + 1]
@@ -254,6 +276,28 @@ def _read_small(own, bits, numbers, small):
 
 
 @jit_part
+def _read_three(own, numbers, small):
+    """Blocks of 256 of 3 bits, the upper ones first, with 16 signed scales of 6 bits."""
+    for i in range(256):
+        number = own[32 + i // 128 * 32 + i % 32] >> (2 * (i // 32 % 4)) & 3
+        numbers[i] = number | (own[i % 32] >> (i // 32) & 1) << 2
+    for i in range(16):
+        scale = own[96 + i % 8] >> (4 * (i // 8)) & 15 | (own[104 + i % 4] >> (2 * (i // 4)) & 3) << 4
+        small[i] = scale - 32
+
+
+@jit_part
+def _read_table(own, numbers, small):
+    """Blocks of 256 of 4 bits with 8 signed scales of 6 bits, which `small` holds twice."""
+    for i in range(256):
+        numbers[i] = own[8 + i // 32 * 16 + i % 16] >> (4 * (i // 16 % 2)) & 15
+    for i in range(16):
+        part = i // 2
+        scale = own[4 + part // 2] >> (4 * (part % 2)) & 15 | (own[2 + part // 4] >> (2 * (part % 4)) & 3) << 4
+        small[i] = scale - 32
+
+
+@jit_part
 def _read_six(own, numbers, small):
     """Blocks of 256 with 16 signed scales."""
     for i in range(256):
@@ -274,7 +318,10 @@ def rows_of(packed: Tensor, kind: str, outputs: Tensor) -> Tensor:
     numbers = (_bytes_of(numbers) if group.bits == 8 else _fields(numbers, 4)).flatten(2)
     if group.upper:
         numbers |= _fields(lines[..., upper : upper + group.blocks * group.upper], group.upper).flatten(2) << 4
-    blocks = numbers.unflatten(2, (group.blocks, -1)).float()  # [n, groups, blocks, 32]
+    blocks = numbers.unflatten(2, (group.blocks, -1)).float() - group.zero  # [n, groups, blocks, size]
+    if group.table:
+        table = torch.tensor(group.table, dtype=torch.float32, device="cpu")
+        blocks = table[numbers.int()].unflatten(2, (group.blocks, -1))
 
     def steps(line: int, dtype: torch.dtype, part: int) -> Tensor:
         """A part of a line of scales, `[n, groups]`."""
@@ -282,19 +329,18 @@ def rows_of(packed: Tensor, kind: str, outputs: Tensor) -> Tensor:
         return found
 
     if group.steps == "single":
-        wide: Tensor = ((blocks - 128) * steps(-1, torch.float32, 0)[..., None, None]).flatten(1)
+        wide: Tensor = (blocks * steps(-1, torch.float32, 0)[..., None, None]).flatten(1)
         return wide
     unit, other = (steps(-1, torch.float16, part)[..., None, None] for part in range(2))
-    if group.steps == "halves":
-        own = torch.stack([steps(-1, torch.int8, part) for part in (2, 3)], 2)[..., None]
-        values = (blocks - 32).unflatten(3, (2, -1)).squeeze(2) * (unit * own)
+    if group.steps in ("unit", "halves"):
+        parts = (2, 3) if group.steps == "halves" else (2,)
+        own = torch.stack([steps(-1, torch.int8, part) for part in parts], 2)[..., None]
+        values = blocks.unflatten(3, (len(parts), -1)).squeeze(2) * (unit * own)
     elif group.steps == "small":
         small = torch.stack([steps(-2, torch.uint8, part) for part in range(4)], 2).unflatten(2, (2, 2))
         values = blocks * (unit * small[..., :1]) - other * small[..., 1:]
-    elif group.bits == 8:
-        values = (blocks - 128) * unit
     else:
-        values = blocks * unit + other
+        values = blocks * unit if group.zero else blocks * unit + other
     rows: Tensor = values.flatten(1)
     return rows
 

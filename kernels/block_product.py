@@ -22,7 +22,11 @@ from lookahead.kernels.block_formats import (
     FORMATS,
     FOUR,
     FOUR_SMALL,
-    SIX,
+    SIX_HALVES,
+    TABLE,
+    TABLE_SINGLE,
+    TABLE_UNIT,
+    THREE_HALVES,
 )
 from lookahead.kernels.block_tiles import BYTES_OF, ROW_STEPS, BlockKernel, Group, tile_of_blocks
 from lookahead.kernels.jobs import claim_part
@@ -94,7 +98,11 @@ _TILE_OF_EIGHT = tile_of_blocks(EIGHT)
 _TILE_OF_EIGHT_WIDE = tile_of_blocks(EIGHT_WIDE)
 _TILE_OF_FOUR_SMALL = tile_of_blocks(FOUR_SMALL)
 _TILE_OF_FIVE_SMALL = tile_of_blocks(FIVE_SMALL)
-_TILE_OF_SIX = tile_of_blocks(SIX)
+_TILE_OF_THREE_HALVES = tile_of_blocks(THREE_HALVES)
+_TILE_OF_SIX_HALVES = tile_of_blocks(SIX_HALVES)
+_TILE_OF_TABLE = tile_of_blocks(TABLE)
+_TILE_OF_TABLE_UNIT = tile_of_blocks(TABLE_UNIT)
+_TILE_OF_TABLE_SINGLE = tile_of_blocks(TABLE_SINGLE)
 
 
 @jit_part
@@ -128,8 +136,28 @@ def _add_five_small(left, right, out, rows, lines):
 
 
 @jit_part
-def _add_six(left, right, out, rows, lines):
-    _TILE_OF_SIX(left, right, out, rows, lines)
+def _add_three_halves(left, right, out, rows, lines):
+    _TILE_OF_THREE_HALVES(left, right, out, rows, lines)
+
+
+@jit_part
+def _add_six_halves(left, right, out, rows, lines):
+    _TILE_OF_SIX_HALVES(left, right, out, rows, lines)
+
+
+@jit_part
+def _add_table(left, right, out, rows, lines):
+    _TILE_OF_TABLE(left, right, out, rows, lines)
+
+
+@jit_part
+def _add_table_unit(left, right, out, rows, lines):
+    _TILE_OF_TABLE_UNIT(left, right, out, rows, lines)
+
+
+@jit_part
+def _add_table_single(left, right, out, rows, lines):
+    _TILE_OF_TABLE_SINGLE(left, right, out, rows, lines)
 
 
 def _kernel(group: Group, add: Callable[..., None]) -> BlockKernel:
@@ -149,7 +177,11 @@ _KERNELS = {
     EIGHT_WIDE: _kernel(EIGHT_WIDE, _add_eight_wide),
     FOUR_SMALL: _kernel(FOUR_SMALL, _add_four_small),
     FIVE_SMALL: _kernel(FIVE_SMALL, _add_five_small),
-    SIX: _kernel(SIX, _add_six),
+    THREE_HALVES: _kernel(THREE_HALVES, _add_three_halves),
+    SIX_HALVES: _kernel(SIX_HALVES, _add_six_halves),
+    TABLE: _kernel(TABLE, _add_table),
+    TABLE_UNIT: _kernel(TABLE_UNIT, _add_table_unit),
+    TABLE_SINGLE: _kernel(TABLE_SINGLE, _add_table_single),
 }
 
 

@@ -1,6 +1,7 @@
 """Products of a few rows with quantized weights in blocks, laid out by `kernels.block_formats`, in LLVM IR.
 
-Numbers of 4, 5 and 6 bits are widened to bytes in registers, once for all rows of a tile. The sums over a block are
+Numbers of 4, 5 and 6 bits are widened to bytes in registers, once for all rows of a tile; those of 4 bits may stand for
+entries of a table. The sums over a block are
 integers, so they are exact in any order; blocks are added in the order of the inputs, in float32.
 """
 
@@ -22,6 +23,7 @@ from lookahead.kernels.microkernel import (
     WHOLE,
     emit_bytes,
     emit_fetch,
+    emit_lookup,
     emit_sums_of_pairs,
     has_dot_of_bytes,
     matrices_of,
@@ -39,6 +41,7 @@ _HALF, _BYTE = ir.HalfType(), ir.IntType(8)
 _I32 = ir.IntType(32)
 # Products of a row's byte and a number of this many bits fit int16 if this many words are added.
 _WORDS_OF_INT16 = {4: 8, 5: 4, 6: 2}
+_SIGN = 128  # added to signed bytes
 
 
 class Group(NamedTuple):
@@ -48,17 +51,22 @@ class Group(NamedTuple):
     With 8 bits a line is a word.
 
     Attributes:
-        bits: Bits of a number; unsigned except with 8 bits.
+        bits: Bits of a number.
         steps: Contents of the last lines, for all columns one after the other. `"single"`: scale, float32. `"pair"`:
-            scale and offset, float16; no offset with 8 bits. `"small"`: for two blocks one line of 6-bit scales and
-            minimums of both, in bytes, and one of their float16 units; minimums are subtracted. `"halves"`: float16
-            units, and scales of the first and the last 16 numbers, signed bytes; 32 is subtracted from the numbers.
+            scale and offset, float16; no offset if there is a `zero`. `"small"`: for two blocks one line of 6-bit
+            scales and minimums of both, in bytes, and one of their float16 units; minimums are subtracted. `"unit"`:
+            float16 unit and scale, a signed byte. `"halves"`: the same with scales of the first and the last 16
+            numbers.
         size: Numbers of a block, and of a block of a row: 32, or 64 with 8 bits.
+        zero: What is subtracted from every number. Signed bytes have 128.
+        table: The signed byte that each number of 4 bits stands for; empty if they stand for themselves.
     """
 
     bits: int
     steps: str
     size: int = 32
+    zero: int = 0
+    table: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> int:
@@ -238,13 +246,13 @@ def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], lines: _
     """The sums of products over a block, or over its halves if these have scales: `[parts][rows][registers]`."""
     zero, parts, sums = ir.Constant(PAIRS, None), 2 if group.steps == "halves" else 1, []
     has_dot = has_dot_of_bytes()
-    adds_shorts = not has_dot and group.bits in _WORDS_OF_INT16
+    is_signed = group.zero == _SIGN
+    adds_shorts = not (has_dot or is_signed)
     for part in range(parts):
         totals = [[zero] * _REGISTERS for _ in rows]
-        if group.bits == 8 and has_dot:
-            totals = [[_offset(builder, group, row, (0, 1), -128)] * _REGISTERS for row in rows]
-        elif group.bits == 6:
-            totals = [[_offset(builder, group, row, (part,), -32)] * _REGISTERS for row in rows]
+        if group.zero and (has_dot or not is_signed):
+            halves = (part,) if parts == 2 else (0, 1)
+            totals = [[_offset(builder, group, row, halves)] * _REGISTERS for row in rows]
         shorts: list[list[Any]] = [[None] * _REGISTERS for _ in rows]
         words = range(part * group.words // parts, (part + 1) * group.words // parts)
         for word in words:
@@ -266,12 +274,12 @@ def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], lines: _
     return sums
 
 
-def _offset(builder: Any, group: Group, row: Any, halves: Sequence[int], zero: int) -> Any:
-    """The sum of halves of a block of a row, times the offset `zero` of its weights, in every lane."""
+def _offset(builder: Any, group: Group, row: Any, halves: Sequence[int]) -> Any:
+    """The sum of halves of a block of a row, times what is subtracted from its weights, in every lane."""
     total = _word(builder, row, group.words + halves[0])
     for half in halves[1:]:
         total = builder.add(total, _word(builder, row, group.words + half))
-    return spread(builder, builder.mul(total, _I32(zero)))
+    return spread(builder, builder.mul(total, _I32(-group.zero)))
 
 
 def _emit_word(builder: Any, group: Group, block: int, word: int, lines: _Lines) -> list[Any]:
@@ -290,6 +298,8 @@ def _emit_word(builder: Any, group: Group, block: int, word: int, lines: _Lines)
             mask = ((1 << group.upper) - 1) << 4
             number = builder.or_(number, _masked(builder, _shifted(builder, bits, 4 - place), mask))
         unpacked.append(number)
+    if group.table:
+        unpacked = [emit_lookup(builder, number, [entry + _SIGN for entry in group.table]) for number in unpacked]
     return unpacked
 
 
@@ -308,7 +318,7 @@ def _masked(builder: Any, line: Any, mask: int) -> Any:
 
 def _pairs(builder: Any, group: Group, block: int, lines: _Lines) -> Any:
     last = group.lines - 1
-    return [lines.steps(last, 0, _HALF)], lines.steps(last, 1, _HALF) if group.bits != 8 else None
+    return [lines.steps(last, 0, _HALF)], None if group.zero else lines.steps(last, 1, _HALF)
 
 
 def _small(builder: Any, group: Group, block: int, lines: _Lines) -> Any:
@@ -320,11 +330,15 @@ def _small(builder: Any, group: Group, block: int, lines: _Lines) -> Any:
     return [steps], minimums
 
 
-def _halves(builder: Any, group: Group, block: int, lines: _Lines) -> Any:
+def _halves(builder: Any, group: Group, block: int, lines: _Lines, parts: Sequence[int] = (2, 3)) -> Any:
     """Float16 units times signed bytes, as float32."""
     last = group.lines - 1
     units = lines.steps(last, 0, _HALF)
-    return [_in_units(builder, units, lines.steps(last, part, _BYTE, signed=True)) for part in (2, 3)], None
+    return [_in_units(builder, units, lines.steps(last, part, _BYTE, signed=True)) for part in parts], None
+
+
+def _unit(builder: Any, group: Group, block: int, lines: _Lines) -> Any:
+    return _halves(builder, group, block, lines, (2,))
 
 
 def _in_units(builder: Any, units: list[Any], numbers: list[Any]) -> list[Any]:
@@ -335,4 +349,4 @@ def _single(builder: Any, group: Group, block: int, lines: _Lines) -> Any:
     return [lines.steps(group.lines - 1, 0, ir.FloatType())], None
 
 
-_STEPS = {"pair": _pairs, "small": _small, "halves": _halves, "single": _single}
+_STEPS = {"pair": _pairs, "small": _small, "halves": _halves, "unit": _unit, "single": _single}

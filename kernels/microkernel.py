@@ -40,6 +40,7 @@ _SUMS_OF_PAIRS = {  # sums of two products: of unsigned and signed bytes as int1
     8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
     16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
 }[LANES]
+_LOOKUP = {8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}[LANES]
 
 
 class _Tile(NamedTuple):
@@ -191,6 +192,19 @@ def emit_sums_of_pairs(builder: Any, left: Any, right: Any) -> Any:
         first, second = (builder.shuffle_vector(each, each, order) for each in (left, right))
         products.append(builder.mul(widen_left(first, kind), builder.sext(second, kind)))
     return builder.add(*products)
+
+
+def emit_lookup(builder: Any, numbers: Any, table: Sequence[int]) -> Any:
+    """The entries of a table of 16 bytes at the places that the bytes of a vector name, each from 0 to 15."""
+    places, zero = builder.bitcast(numbers, BYTES), ir.Constant(BYTES, None)
+    if FEATURES.get("avx512bw" if LANES == 16 else "avx2"):
+        entries = ir.Constant(BYTES, [*table] * (LANES // 4))
+        return builder.bitcast(call(builder, _LOOKUP, BYTES, entries, places), numbers.type)
+    found = zero
+    for place, entry in enumerate(table):
+        is_here = builder.icmp_unsigned("==", places, ir.Constant(BYTES, [place] * 4 * LANES))
+        found = builder.or_(found, builder.select(is_here, ir.Constant(BYTES, [entry] * 4 * LANES), zero))
+    return builder.bitcast(found, numbers.type)
 
 
 def _emit_floats(tile: _Tile) -> list[Any]:

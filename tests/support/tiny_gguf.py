@@ -17,6 +17,8 @@ BLOCKS = {
     "Q4_0": (18, (0,), 32, 0.05), "Q4_1": (20, (0, 2), 32, 0.05), "Q5_0": (22, (0,), 32, 0.03),
     "Q5_1": (24, (0, 2), 32, 0.03), "Q8_0": (34, (0,), 32, 4e-3), "Q4_K": (144, (0, 2), 256, 1e-3),
     "Q5_K": (176, (0, 2), 256, 5e-4), "Q6_K": (210, (208,), 256, 2e-4), "Q3_K": (110, (108,), 256, 4e-3),
+    "IQ4_NL": (18, (0,), 32, 4e-3), "IQ4_XS": (136, (0,), 256, 2e-4), "MXFP4": (17, (), 32, 0),
+    "Q2_K": (84, (80, 82), 256, 2e-2),
 }  # fmt: skip
 NORMS = {  # of a block, by architecture
     "gemma2": ("attn", "post_attention", "ffn", "post_ffw"),
@@ -33,6 +35,8 @@ def blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> NDArray[np.ui
     steps = generator.normal(0, scale, (outputs, inputs // size, 1))
     for place, factor in zip(places, (1, _ZERO.get(kind, 1)), strict=False):
         made[..., place : place + 2] = (factor * steps).astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        made[..., 0] = 124 + made[..., 0] % 3
     return made.reshape(outputs, -1)
 
 
