@@ -246,7 +246,7 @@ def _emit_by_halves(tile: _Tile) -> list[Any]:
         return []
 
     for count, emit in ((HALVES * size, clear), (HALVES, add_terms), (size, add_halves)):
-        _emit_loop(builder, WHOLE(count), [], emit)
+        emit_loop(builder, WHOLE(count), [], emit)
     return [builder.fadd(_ZERO, builder.load(at(WHOLE(i)), align=4)) for i in range(size)]
 
 
@@ -289,10 +289,10 @@ def _emit_terms(tile: _Tile, begun: list[Any], first: Any = _START, parts: Seque
                 grown[at] = emit_term(builder, grown[at], left, right)
         return grown
 
-    return _emit_loop(builder, builder.udiv(tile.terms, WHOLE(together)), begun, add_terms)
+    return emit_loop(builder, builder.udiv(tile.terms, WHOLE(together)), begun, add_terms)
 
 
-def _emit_loop(builder: Any, count: Any, begun: list[Any], emit: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+def emit_loop(builder: Any, count: Any, begun: list[Any], emit: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
     """Emit a loop of `count` turns, each of which maps its number and the previous values to new values."""
     before, head, body, after = builder.block, *(builder.append_basic_block(name) for name in ("turn", "body", "after"))
     builder.branch(head)

@@ -9,6 +9,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic, overload, register_jitable
 
+from lookahead.utils.addresses import array_at
 from lookahead.utils.jit import njit
 
 # Compiled only into its callers, without an entry point for Python.
@@ -56,6 +57,16 @@ def _narrow_as(number: Any, like: Any) -> Any:
         return np.uint16(nearest if number == number else np.int32(0x7FC0))
 
     return narrow
+
+
+def numbers_at(address: Any, size: Any, kind: Any) -> Any:
+    """The array at an address: bfloat16 if `kind` is an integer, else float32."""
+
+
+@overload(numbers_at, strict=False)
+def _typed_numbers_at(address: Any, size: Any, kind: Any) -> Any:
+    dtype = np.uint16 if isinstance(kind, types.Integer) else np.float32
+    return lambda address, size, kind: array_at(address, (size,), dtype)
 
 
 @to_intrinsic

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.model.attention import AttentionScope
 from lookahead.model.cache import TreeCache
+from lookahead.model.level_calls import MixTrees
 from lookahead.model.model_kind import MakeInputs, ModelInputs
 from lookahead.model.model_state import CHECKPOINTING, checkpointed, outside_passes, patched_attribute, plan_of
 from lookahead.model.stamp import stamp_of
@@ -72,6 +73,7 @@ class TorchBackend:
         self.keeps_hidden = True
         self.hidden: dict[int, Tensor] = {}
         self.prompt_hidden: list[dict[int, Tensor]] = []
+        self._mixers: Mapping[Any, MixTrees] = {}  # recurrent layers that kernels compute
         self._is_served, self._checkpointed = False, checkpointed(model) if plan.trains else []
         self._first_stamp: int | None = None  # of `has_changed`
         self._runs_own_code, self._has_sdpa = False, plan.attention == "sdpa"
@@ -237,7 +239,7 @@ class TorchBackend:
         if scored is not None:
             raise UnsupportedModelError("the states of nodes that an earlier pass scored are not kept")
         self.cache.begin_trees(trees, self._device)
-        with self._states.running(self._nodes_of_call(policy)):
+        with self._states.running(self._nodes_of_call(policy), self._mixers):
             return self._forward(tree_pass, policy)
 
     def _nodes_of_call(self, policy: BitPolicy) -> int | None:

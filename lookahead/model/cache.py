@@ -301,7 +301,7 @@ class TreeCache(Cache):
             if self.levels is None:
                 raise RuntimeError("no pass over trees has the states of a path")
             for layer in self.states:
-                layer.commit(row, *self.levels.place_of(row, int(path[-1])))
+                layer.committed[row] = layer.states_after(row, self.levels, path)
 
     def commit(self, row: int, path: NDArray[np.int32], live: int = 0) -> None:
         """Keep the KV of the nodes of `path` (int32 `[a]`, ascending from 0) and drop the tree's other nodes.

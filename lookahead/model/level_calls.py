@@ -13,8 +13,13 @@ from lookahead.model.cache import TreeCache
 from lookahead.model.model_state import pass_local
 from lookahead.model.state_layers import Levels
 
+MixTrees = Callable[[Tensor, TreeCache], Tensor | None]
+"""Computes a module for all nodes of a pass over trees, `[rows, width, size]`, and sets `after` of its cache layer.
+Returns None if the module must be called by depth."""
+
 thread = pass_local()
-"""`cache` belongs to the pass over trees that the thread runs, or is None. A call gets `most` nodes or a depth."""
+"""`cache` belongs to the pass over trees that the thread runs, or is None. A call gets `most` nodes or a depth, unless
+one of `kernels` computes the module."""
 _calls = pass_local()
 
 

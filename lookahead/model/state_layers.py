@@ -6,7 +6,8 @@ of a batch of single tokens, each with a copy of its parent's state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, cache_utils
 
-from lookahead.drafting.tree import TokenTree
+from lookahead.drafting.tree import IntArray, TokenTree
 
 States = dict[tuple[str, int], Tensor]
 """The states of one layer by kind, "conv" or "recurrent", and number: `[nodes, ...]`, or `[...]` for one node."""
@@ -59,6 +60,11 @@ class Levels:
             before = self._places[parents[found]] if depth else np.arange(len(trees))
             self.all.append(Level(*(torch.from_numpy(each.astype(np.int64)).to(device) for each in (own, before))))
 
+    @cached_property
+    def parents(self) -> list[Tensor]:
+        """The parents of every row's nodes in its tree, int64 `[nodes]` on the CPU."""
+        return [torch.from_numpy(tree.parents.astype(np.int64)) for tree in self._trees]
+
     def place_of(self, row: int, node: int) -> tuple[int, int]:
         """The level of a row's node, and its index there."""
         return int(self._trees[row].depths[node]), int(self._places[row * self.width + node])
@@ -73,6 +79,7 @@ class StateLayer(_Layer):  # type: ignore[misc]
         super().__init__(number_of_states=number_of_states)
         self.committed: dict[int, States] = {}  # by row
         self._levels: list[list[States]] = []  # of the newest pass over trees, by level and call
+        self.after: Callable[[int, IntArray], States] | None = None  # of a row and a path, if kernels ran that pass
 
     def load(self, states: States) -> None:
         """Continue from states `[rows, ...]`, or from an empty text without states."""
@@ -115,15 +122,19 @@ class StateLayer(_Layer):  # type: ignore[misc]
             parts[:] = [{key: torch.cat([part[key] for part in parts]) for key in parts[0]}]
         return parts[0]
 
-    def commit(self, row: int, level: int, place: int) -> None:
-        """Make the states of a node the states of its row."""
+    def states_after(self, row: int, levels: Levels, path: IntArray) -> States:
+        """The states after the nodes of a path in a row's tree."""
+        if self.after is not None:
+            return self.after(row, path)
+        level, place = levels.place_of(row, int(path[-1]))
         # A view of one state would keep the states of all nodes in memory.
         states = self.level(level).items()
-        self.committed[row] = {key: each[place].clone() if len(each) > 1 else each[0] for key, each in states}
+        return {key: each[place].clone() if len(each) > 1 else each[0] for key, each in states}
 
     def drop(self) -> None:
         """Drop the states of the nodes."""
         self._levels.clear()
+        self.after = None
 
     def read(self, row: int) -> None:
         """Commit the states after the newest call of the layer, which was over a single row."""

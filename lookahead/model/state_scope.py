@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lookahead.errors import is_out_of_memory
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import cache_input, decoder_of, input_device
-from lookahead.model.level_calls import LevelCalls, SharedLinear, thread
+from lookahead.model.level_calls import LevelCalls, MixTrees, SharedLinear, thread
 from lookahead.model.model_state import patched_attribute, state_of
 from lookahead.model.state_layers import cache_layers, has_states, states_in, unserved_layers
 
@@ -37,7 +37,7 @@ _NONE = Mixers({}, 0)
 
 
 class StateScope:
-    """Calls the recurrent layers of a model once for every depth of the trees, on threads that run a pass.
+    """Calls the recurrent layers of a model once for every depth of the trees, or kernels, on threads that run a pass.
 
     Args:
         model: The model.
@@ -66,17 +66,18 @@ class StateScope:
             yield
 
     @contextmanager
-    def running(self, most: int | None = None) -> Iterator[None]:
+    def running(self, most: int | None, kernels: Mapping[nn.Module, MixTrees]) -> Iterator[None]:
         """Within `serving`, run a pass on this thread over the trees set by `cache.begin_trees`.
 
-        A call of a module gets `most` nodes, or all nodes of one depth.
+        A module is computed by its kernels, if there are any. Otherwise a call of it gets `most` nodes, or all nodes of
+        one depth.
         """
-        outer = getattr(thread, "cache", None), getattr(thread, "most", None)
-        thread.cache, thread.most = self._cache, most
+        outer = [getattr(thread, name, None) for name in ("cache", "most", "kernels")]
+        thread.cache, thread.most, thread.kernels = self._cache, most, kernels
         try:
             yield
         finally:
-            thread.cache, thread.most = outer
+            thread.cache, thread.most, thread.kernels = outer
 
 
 def _forward(
@@ -91,6 +92,12 @@ def _forward(
     levels = None if cache is None else cache.levels
     if cache is None or levels is None:
         return forward(hidden_states, *args, **kwargs)
+    kernels: MixTrees | None = thread.kernels.get(module)
+    # The modules take padding into account, which trees do not have.
+    if kernels is not None and not args and kwargs.get("attention_mask") is None:
+        made = kernels(hidden_states, cache)
+        if made is not None:
+            return made
     if len(levels.all) == 1 and len(hidden_states) <= (thread.most or len(hidden_states)):  # only roots
         for at in layers:
             cache.layers[at].begin(0, levels.all[0].parents)

@@ -15,7 +15,8 @@ from lookahead.backend.cpu.cpu_pass import CpuPass, running, thread
 from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.cpu.fused_layers import FusedLayers, find_fused
 from lookahead.backend.cpu.linears import LinearScope
-from lookahead.backend.cpu.state_bits import count_of, nodes_of_call
+from lookahead.backend.cpu.state_bits import Mixing, mixing_of
+from lookahead.backend.cpu.tree_mixers import find_mixers
 from lookahead.backend.cpu.whole_pass import WholePass, whole_pass
 from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
@@ -23,6 +24,7 @@ from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import TokenTree
 from lookahead.loading.quantized import kinds_in_words
 from lookahead.model.facts import decoder_vocabulary
+from lookahead.model.level_calls import MixTrees
 from lookahead.model.model_state import patched_attribute, plan_of, state_of
 from lookahead.model.stamp import form_of
 
@@ -69,7 +71,7 @@ class CpuBackend(TorchBackend):
         model: The model.
         packs: Whether linear layers may keep packed copies of their weights.
         has_kernels: Whether kernels may replace linear layers and whole layers of the model.
-        most_states: Nodes per call of a recurrent layer if bits are kept; measured if None.
+        mixing: How recurrent layers run; compared and measured if None.
         **options: Options of `TorchBackend`.
     """
 
@@ -79,21 +81,18 @@ class CpuBackend(TorchBackend):
         *,
         packs: bool = True,
         has_kernels: bool = True,
-        most_states: int | None = None,
+        mixing: Mixing | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
-        self._most_states, self._packs = most_states, packs
-        if most_states is None and self.cache.states and self._keeps(BitPolicy.SOLO):
-            name, make = f"nodes of a call, {torch.get_num_threads()} threads", partial(self._alike, model)
-            find = partial(nodes_of_call, make, decoder_vocabulary(model))
-            self._most_states = state_of(model).probed(name, model, find, count_of)
+        self._packs = packs
         # Tensor-parallel processes must compute the same bits, but each would measure on its own whether packing pays.
         self._why_apart = "" if has_kernels else "its kernels compute differently from the model's own code"
         plan = plan_of(model)
         if plan.processes > 1:
             self._why_apart = "it is spread over several processes"
         self._served: nn.Module = nn.Identity() if self._why_apart else model
+        self._mixing = mixing or (self._measured_mixing(model) if self.cache.states else Mixing())
         self._parts: CpuParts  # found when the model is in service
         # A single node need not attend by torch.
         is_bf16 = self._scope is not None and model.dtype == torch.bfloat16
@@ -102,17 +101,33 @@ class CpuBackend(TorchBackend):
             config = model.config.get_text_config()
             self._takes_rows = plan.part("attention of rows", plan.form, partial(takes_rows, config))
 
-    @classmethod
-    def _alike(cls, model: PreTrainedModel, most: int) -> CpuBackend:
-        """A backend of one row that calls recurrent layers with at most `most` nodes."""
-        return cls(model, packs=False, rows=1, capacity=64, most_states=most)
+    def _measured_mixing(self, model: PreTrainedModel) -> Mixing:
+        """How the recurrent layers of a model run, compared once for its weights."""
+        has_kernels, is_half = bool(self._found_mixers()), self._keeps(BitPolicy.SOLO)
+        if not (has_kernels or is_half):
+            return Mixing()
+        name = f"mixing, {torch.get_num_threads()} threads{', kernels' if has_kernels else ''}"
+        make = partial(type(self), model, packs=False, rows=1, capacity=64)
+        find = partial(
+            mixing_of, lambda mixing: make(mixing=mixing), decoder_vocabulary(model),
+            has_kernels=has_kernels, is_half=self._is_half,
+        )  # fmt: skip
+        return state_of(model).probed(name, model, find, Mixing.of)
+
+    def _found_mixers(self) -> dict[nn.Module, MixTrees]:
+        """The recurrent modules that kernels can compute, of the model as it is now."""
+        if not self.cache.states or self._why_apart:
+            return {}
+        find = partial(find_mixers, self._model)
+        return plan_of(self._model).part("mixers by kernels", form_of(self._model).number, find)
 
     def _nodes_of_call(self, policy: BitPolicy) -> int | None:
-        return self._most_states if policy is BitPolicy.SOLO and self._keeps(policy) else None
+        return self._mixing.most if policy is BitPolicy.SOLO and self._keeps(policy) else None
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
         self._parts = CpuParts.of(self._model, self._served, packs=self._packs, has_trees=self._scope is not None)
+        self._mixers = self._found_mixers() if self._mixing.by_kernels else {}
         with patched_attribute("forward", self._parts.forwards), super()._patched():
             yield
 
@@ -159,6 +174,8 @@ class CpuBackend(TorchBackend):
         quantized = kinds_in_words(self._model) if getattr(self._model, "is_quantized", False) else ""
         threads = getattr(whole, "thread_count", 1)
         shared = f"on {threads} threads" if threads > 1 else ""
+        mixers, layers_with_states = self._found_mixers() if self._mixing.by_kernels else {}, len(self.cache.states)
+        mixed = f"{len(mixers)} of {layers_with_states} layers with states" if mixers else "the kernels are for others"
         share = f"{len(fused.layers)} of {fused.total} layers"
         return [
             *super()._paths(),
@@ -167,6 +184,7 @@ class CpuBackend(TorchBackend):
                 "" if self._takes_rows else "it is for bfloat16, SDPA without windows and CPUs with its order of sums",
             ),
             *([PathReport("quantized layers", True, quantized)] if quantized else []),
+            *([PathReport("states by kernels", bool(mixers), apart or mixed)] if self.cache.states else []),
             PathReport("packed weights", linears.packs, apart or packed),
             PathReport("fused layers", bool(fused.layers), apart or "; ".join(filter(None, (share, fused.reason)))),
             PathReport("passes as one call", not one_call, apart or one_call or shared),

@@ -1,0 +1,203 @@
+"""Gated delta nets and short convolutions by kernels: every node has the states and bits of single tokens."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import conv1d, silu
+from transformers import DynamicCache
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+
+import lookahead
+from lookahead.backend.choice import backend_for
+from lookahead.backend.cpu.cpu_backend import CpuBackend
+from lookahead.backend.cpu.state_bits import Mixing, mixing_of
+from lookahead.backend.cpu.tree_mixers import find_mixers
+from lookahead.backend.probes import own_pass
+from lookahead.backend.protocol import BitPolicy
+from lookahead.drafting.tree import TokenTree
+from lookahead.kernels.gated_delta import Updates, advance, gated_delta
+from lookahead.kernels.jobs import run
+from lookahead.kernels.short_conv import convolution
+from lookahead.model.state_layers import KEEPS_STATES, states_in
+from tests.support.adversarial_proposers import drafting_by, perfect, random_trees
+from tests.support.families import FAMILIES, build
+from tests.test_families import FIXED, ONE, RAGGED, generate, texts_of
+
+pytestmark = pytest.mark.skipif(not KEEPS_STATES, reason="states are not in caches of this transformers")
+on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch sums in another order")
+HALF, SINGLE = torch.bfloat16, torch.float32
+ROOT = np.zeros(1, np.int32)
+HEADS = {"linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 24, "linear_value_head_dim": 32}
+OPTIONS: dict[str, dict[str, Any]] = {"Qwen3_5": HEADS, "Qwen3_5Moe": HEADS, "Qwen3Next": HEADS, "Lfm2": {}, "Lfm3": {}}
+
+
+def built(name: str, dtype: torch.dtype) -> Any:
+    """A tiny model whose layers with states the kernels can compute."""
+    family = FAMILIES[name]
+    return build(replace(family, options={**family.options, **OPTIONS[name]})).to(dtype)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = SINGLE) -> torch.Tensor:
+    """Numbers of very different size, whose sums depend on their order."""
+    source = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=source) * torch.randn(*shape, generator=source).exp()).to(dtype)
+
+
+def random_parents(nodes: int) -> list[int]:
+    rng = np.random.default_rng(nodes)
+    return [0, *(int(rng.integers(max(0, node - 4), node)) for node in range(1, nodes))]
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    return [*path_to(parents, parents[node]), node] if node else [0]
+
+
+@on_x86
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_node_has_the_logits_and_states_of_its_path_token_by_token(name: str, dtype: torch.dtype) -> None:
+    model, parents, prompt = built(name, dtype), random_parents(20), np.array([5, 9, 31, 77], np.int32)
+    tree = TokenTree.from_parents(np.arange(3, 23, dtype=np.int32), parents)
+    tolerance = 0 if dtype == HALF else 1e-3
+    same = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    backend = backend_for(model, rows=1, capacity=64)
+    with backend.serving():
+        backend.read([prompt])
+        backend.commit(0, ROOT)
+        scores = backend.score([tree], BitPolicy.SOLO)[0]
+    assert ("states by kernels", True) in [(each.path, each.serves) for each in backend.report().paths]
+    for node in range(len(tree)):
+        past, path = DynamicCache(config=model.config), path_to(parents, node)
+        own_pass(model, prompt, past, 0)
+        for depth, each in enumerate(path):
+            own = own_pass(model, tree.tokens[each : each + 1], past, len(prompt) + depth)
+        same(scores[node], own)
+        made = backend.cache.states[0].states_after(0, backend.cache.levels, np.array(path, np.int32))
+        for key, states in states_in(past.layers[0]).items():
+            same(made[key], states[0])
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_draft_changes_a_token(name: str, dtype: torch.dtype, inputs: dict[str, Any]) -> None:
+    model = built(name, dtype if inputs is ONE else SINGLE)
+    expected = generate(model, inputs, do_sample=False, max_new_tokens=24)
+    for offer in (perfect(texts_of(expected, inputs)), random_trees(101)):
+        with drafting_by(offer):
+            got = generate(
+                model, inputs, do_sample=False, max_new_tokens=24, custom_generate=lookahead.decode,
+                lookahead_config=FIXED,
+            )  # fmt: skip
+        assert torch.equal(got, expected)
+
+
+@on_x86
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize(("heads", "key_heads", "key_size", "size"), [(4, 4, 16, 32), (6, 2, 40, 64), (2, 1, 256, 128)])
+def test_the_delta_rule_has_the_bits_of_transformers(
+    heads: int, key_heads: int, key_size: int, size: int, dtype: torch.dtype
+) -> None:
+    parents, width, values = random_parents(11), key_heads * key_size, heads * size
+    mixed, z = random(11, 2 * width + values, dtype=dtype), random(11, values, seed=1, dtype=dtype)
+    beta, rate = random(11, heads, seed=2).sigmoid(), -random(11, heads, seed=3).abs()
+    before, norm = random(heads, key_size, size, seed=4), qwen.Qwen3_5RMSNormGated(size).requires_grad_(False).to(dtype)
+    norm.weight.copy_(random(size, seed=5))
+    updates, out = Updates.empty(rate.exp(), key_heads, key_size, size), torch.full((11, values), torch.nan).to(dtype)
+    norming = norm.weight, norm.variance_epsilon, torch.stack([silu(row.float()) for row in z])
+    run(gated_delta(mixed, beta, before, torch.tensor(parents), updates, out, norming))
+    states: list[torch.Tensor] = []
+    for node, parent in enumerate(parents):
+        parts = mixed[node].split([width, width, values])
+        query, key, value = (part.view(1, 1, -1, n) for part, n in zip(parts, (key_size, key_size, size), strict=True))
+        held = states[parent] if node else before
+        own, state = qwen.torch_recurrent_gated_delta_rule(
+            query, key, value, rate[node][None, None], beta[node][None, None], held[None], output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        states.append(state[0])
+        after = torch.full_like(before, torch.nan)
+        run(advance(before, updates, torch.tensor(path_to(parents, node)), after))
+        assert torch.equal(after, state[0])
+        assert torch.equal(out[node], norm(own.view(-1, size), z[node].view(-1, size)).flatten())
+
+
+@on_x86
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("channels", "taps"), [(5, 2), (37, 3), (513, 4), (1100, 4)])
+def test_convolutions_have_the_bits_of_torch_along_every_path(
+    channels: int, taps: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    parents, x = random_parents(13), random(13, 2 * channels, dtype=dtype)[:, :channels]
+    state, weight = random(channels, taps, seed=1, dtype=dtype), random(channels, 1, taps, seed=2, dtype=dtype)
+    bias = random(channels, seed=3, dtype=dtype) if has_bias else None
+    out = torch.full((13, channels), torch.nan, dtype=dtype)
+    run(convolution(x, state, weight, bias, torch.tensor(parents), out))
+    for node in range(13):
+        inputs = torch.cat([state, x[path_to(parents, node)].T], 1)[None, :, -taps - 1 :]
+        assert torch.equal(out[node], conv1d(inputs, weight, bias, groups=channels)[0, :, -1])
+
+
+def test_changed_layers_run_their_own_code() -> None:
+    def changed(change: Any, name: str = "Qwen3_5") -> Any:
+        model = built(name, SINGLE)
+        change(model.model.layers[0])
+        return model
+
+    def set_forward(layer: Any) -> None:
+        layer.linear_attn.forward = partial(type(layer.linear_attn).forward, layer.linear_attn)
+
+    assert find_mixers(changed(lambda layer: None)) and find_mixers(changed(lambda layer: None, "Lfm2"))
+    assert not find_mixers(changed(set_forward))
+    assert not find_mixers(changed(lambda layer: layer.linear_attn.norm.register_forward_hook(print)))
+    assert not find_mixers(changed(lambda layer: setattr(layer.linear_attn, "activation", "relu")))
+    assert not find_mixers(changed(lambda layer: layer.conv.conv.half(), "Lfm2"))
+
+
+def test_code_that_replaces_a_function_of_the_layers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("Qwen3_5", SINGLE)
+    own = qwen.torch_recurrent_gated_delta_rule
+    monkeypatch.setattr(qwen, "torch_recurrent_gated_delta_rule", lambda *args, **kwargs: own(*args, **kwargs))
+    assert not find_mixers(model)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_kernels_that_differ_from_the_layers_are_not_used(dtype: torch.dtype) -> None:
+    model, other = built("Qwen3_5", dtype), built("Qwen3_5", dtype)
+    with torch.no_grad():
+        other.model.layers[0].linear_attn.norm.weight[0] *= 1.01
+
+    def make(mixing: Mixing, differs: bool) -> CpuBackend:
+        model_of_way = other if differs and mixing.by_kernels else model
+        return CpuBackend(model_of_way, packs=False, rows=1, capacity=64, mixing=mixing)
+
+    options: Any = {"has_kernels": True, "is_half": dtype == HALF}
+    assert mixing_of(partial(make, differs=False), 101, **options) == Mixing(by_kernels=True)
+    assert not mixing_of(partial(make, differs=True), 101, **options).by_kernels
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2"])
+def test_hooks_on_products_see_all_nodes_once(name: str) -> None:
+    model, calls = built(name, SINGLE), list[tuple[int, ...]]()
+    mixer = next(iter(find_mixers(model)))
+    linears = [each for each in mixer.children() if isinstance(each, nn.Linear)]
+    handles = [each.register_forward_hook(lambda module, args, out: calls.append(out.shape[:2])) for each in linears]
+    backend = backend_for(model, rows=1, capacity=16)
+    with backend.serving():
+        backend.read([np.array([5, 9, 31], np.int32)])
+        backend.commit(0, ROOT)
+        calls.clear()
+        backend.score([TokenTree.from_parents([5, 9, 31, 77, 2], [0, 0, 1, 2, 3])])
+    for handle in handles:
+        handle.remove()
+    assert calls == [(1, 5)] * len(linears)
