@@ -24,12 +24,12 @@ from lookahead.kernels.packed_product import COLUMNS
 from lookahead.kernels.scalars import jit_part
 from lookahead.utils.addresses import array_at
 
-_SUPER = 256  # inputs of the larger blocks
+SUPER = 256  # inputs of the larger blocks
 _AT_ONCE = 1 << 16  # weights that are rounded at a time, which fit a near cache
 _LARGEST, _SMALLEST = 127, 1e-30  # largest number of 8 bits; blocks with no larger weight are rounded to zeros
 _TURNS = 4  # iterations of rounding to 4 bits and of fitting a line
 _PLAIN, _THREE, _TABLE, _SMALL, _SIX = range(5)  # orders of numbers and scales in a block
-_STEPS = "single", "pair", "small", "unit", "halves"
+STEPS = "single", "pair", "small", "unit", "halves"
 _U = np.uint32
 
 
@@ -101,11 +101,11 @@ FORMATS = {
     "Q8_0": Format(32, 34, EIGHT, at=2),
     "IQ4_NL": Format(32, 18, TABLE, at=2),
     "MXFP4": Format(32, 17, TABLE_SINGLE, at=1),
-    "Q3_K": Format(_SUPER, 110, THREE_HALVES, scale_at=108, layout=_THREE),
-    "IQ4_XS": Format(_SUPER, 136, TABLE_UNIT, layout=_TABLE),
-    "Q4_K": Format(_SUPER, 144, FOUR_SMALL, has_minimum=True, layout=_SMALL),
-    "Q5_K": Format(_SUPER, 176, FIVE_SMALL, has_minimum=True, layout=_SMALL),
-    "Q6_K": Format(_SUPER, 210, SIX_HALVES, scale_at=208, layout=_SIX),
+    "Q3_K": Format(SUPER, 110, THREE_HALVES, scale_at=108, layout=_THREE),
+    "IQ4_XS": Format(SUPER, 136, TABLE_UNIT, layout=_TABLE),
+    "Q4_K": Format(SUPER, 144, FOUR_SMALL, has_minimum=True, layout=_SMALL),
+    "Q5_K": Format(SUPER, 176, FIVE_SMALL, has_minimum=True, layout=_SMALL),
+    "Q6_K": Format(SUPER, 210, SIX_HALVES, scale_at=208, layout=_SIX),
 }
 """Formats by name. Those named as in GGUF files are multiplied as a file stores them.
 
@@ -147,12 +147,12 @@ def lay_out(blocks: NDArray[np.uint8], kind: str, order: NDArray[np.int64] | Non
     if blocks.ndim != 2 or blocks.shape[1] % of_kind.nbytes or not blocks.flags.c_contiguous:
         raise ValueError(f"rows of {kind} must be blocks of {of_kind.nbytes} bytes, got {blocks.shape}")
     inputs = blocks.shape[1] // of_kind.nbytes * of_kind.inputs
-    steps = _steps_of(blocks.reshape(outputs, -1, of_kind.nbytes), kind)
+    steps = steps_of(blocks.reshape(outputs, -1, of_kind.nbytes), kind)
     order = np.arange(outputs) if order is None else np.ascontiguousarray(order, np.int64)
     packed = zeros(*packed_shape(kind, outputs, inputs), dtype=torch.int32)
     group = of_kind.group
     sizes = group.bits, group.size, group.blocks, group.main, group.upper, group.lines
-    of_block = of_kind.inputs, of_kind.nbytes, of_kind.at, of_kind.layout, _STEPS.index(group.steps)
+    of_block = of_kind.inputs, of_kind.nbytes, of_kind.at, of_kind.layout, STEPS.index(group.steps)
     own = np.array([*of_block, *sizes], np.int64)
     places = blocks.ctypes.data, order.ctypes.data, steps.ctypes.data, packed.data_ptr(), own.ctypes.data
     numbers = *places, outputs, blocks.shape[1], packed.shape[1]
@@ -160,7 +160,7 @@ def lay_out(blocks: NDArray[np.uint8], kind: str, order: NDArray[np.int64] | Non
     return packed
 
 
-def _steps_of(blocks: NDArray[np.uint8], kind: str) -> NDArray[np.uint32]:
+def steps_of(blocks: NDArray[np.uint8], kind: str) -> NDArray[np.uint32]:
     """The scale of blocks `[outputs, blocks, bytes]`; two float16 are in the halves of a word, as in a panel."""
     of_kind = FORMATS[kind]
     if of_kind.group.steps == "single" and of_kind.at == 4:
@@ -188,23 +188,14 @@ def _lay_out(address: Any) -> None:
     count = row_bytes // nbytes
     blocks, order = array_at(blocks_at, (outputs, row_bytes), np.uint8), array_at(order_at, (outputs,), np.int64)
     steps, packed = array_at(steps_at, (outputs, count), np.uint32), array_at(packed_at, (panels, terms, COLUMNS), _U)
-    numbers, small = np.empty(_SUPER, np.uint8), np.empty(_SUPER // 16, np.uint8)
+    numbers, small = np.empty(SUPER, np.uint8), np.empty(SUPER // 16, np.uint8)
     panel = claim_part(address)
     while panel < panels:
         for place in range(panel * COLUMNS, min(outputs, (panel + 1) * COLUMNS)):
             column = packed[panel, :, place % COLUMNS]
             for block in range(count):
                 own = blocks[order[place], block * nbytes : (block + 1) * nbytes]
-                if layout == _PLAIN:
-                    _read_block(own, bits, at, size, numbers)
-                elif layout == _THREE:
-                    _read_three(own, numbers, small)
-                elif layout == _TABLE:
-                    _read_table(own, numbers, small)
-                elif layout == _SMALL:
-                    _read_small(own, bits, numbers, small)
-                else:
-                    _read_six(own, numbers, small)
+                read_numbers(own, layout, bits, at, size, numbers, small)
                 for i in range(inputs // size):
                     part = block * inputs // size + i
                     line, half = part // together * lines, part % together
@@ -245,6 +236,21 @@ def _store_numbers(numbers, bits, column, first, above):
             column[above] |= (four >> _U(4) & _U(0x01010101)) << _U(word)
         elif bits == 6:
             column[above + word // 4] |= (four >> _U(4) & _U(0x03030303)) << _U(2 * (word % 4))
+
+
+@jit_part
+def read_numbers(own, layout, bits, at, size, numbers, small):
+    """The numbers of a block, uint8, and its scales of 6 bits, with the minimums or for every 16 numbers."""
+    if layout == _PLAIN:
+        _read_block(own, bits, at, size, numbers)
+    elif layout == _THREE:
+        _read_three(own, numbers, small)
+    elif layout == _TABLE:
+        _read_table(own, numbers, small)
+    elif layout == _SMALL:
+        _read_small(own, bits, numbers, small)
+    else:
+        _read_six(own, numbers, small)
 
 
 @jit_part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -44,7 +45,6 @@ pytestmark = [
 MIXED = {
     "token_embd": "Q5_0", "output": "Q6_K", "attn_q": "Q4_K", "attn_k": "Q4_1", "attn_v": "Q6_K",
     "attn_output": "Q5_K", "ffn_gate": "Q8_0", "ffn_up": "Q5_1", "ffn_down": "Q4_0",
-    "blk.1.attn_q": "MXFP4", "blk.1.attn_k": "Q3_K", "blk.1.ffn_up": "IQ4_NL", "blk.1.ffn_down": "IQ4_XS",
 }  # fmt: skip
 MEDIUM = {  # as a file has them that is named Q4_K_M: not all layers have the same
     **dict.fromkeys(MIXED, "Q4_K"),
@@ -64,7 +64,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
     """A model with a tensor of every type."""
-    return write_gguf(tmp_path / "mixed.gguf", size=256, kinds=MIXED, depth=2)
+    others = {"attn_q": "MXFP4", "attn_k": "Q3_K", "ffn_up": "IQ4_NL", "ffn_down": "IQ4_XS"}
+    kinds = {**MIXED, **{f"blk.1.{name}": kind for name, kind in others.items()}}
+    return write_gguf(tmp_path / "mixed.gguf", size=256, kinds=kinds, depth=2)
 
 
 @pytest.fixture
@@ -343,6 +345,7 @@ def test_the_command_line_says_what_it_reads(medium: Path) -> None:
     arguments += ["--quantize", "gguf"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0 and "reading what medium.gguf holds, once" in result.stderr
+    assert re.search(r"take 0\.00 GB in fp32, 0\.00 GB in bf16, and 0\.00 GB with --quantize gguf", result.stderr)
     assert "once" not in CliRunner().invoke(app, arguments).stderr
 
 

@@ -169,12 +169,22 @@ def open_checked(file: Path) -> Any:
 
 def _dtype_of(reader: Any) -> torch.dtype:
     """The dtype that a GGUF file is converted to, by the type of most weights."""
+    return dtype_of(main_kind((tensor.tensor_type.name, int(tensor.n_elements)) for tensor in reader.tensors))
+
+
+def main_kind(tensors: Iterable[tuple[str, int]]) -> str:
+    """The type of most numbers of tensors, each given by its type and its numbers."""
+    numbers: Counter[str] = Counter()
+    for kind, count in tensors:
+        numbers[kind] += count
+    (main, _), *_ = numbers.most_common(1) or [("", 0)]
+    return main
+
+
+def dtype_of(main: str) -> torch.dtype:
+    """The dtype that a file is dequantized to, by the type of most weights."""
     import torch
 
-    weights: Counter[str] = Counter()
-    for tensor in reader.tensors:
-        weights[tensor.tensor_type.name] += int(tensor.n_elements)
-    (main, _), *_ = weights.most_common(1) or [("", 0)]
     return {"F32": torch.float32, "F16": torch.float16}.get(main, torch.bfloat16)
 
 

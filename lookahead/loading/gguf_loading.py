@@ -1,4 +1,7 @@
-"""Models whose weights stay in the blocks of a GGUF file, loaded from the mapped file."""
+"""Models that are read from the mapped GGUF file, tensor by tensor: weights stay in its blocks or are dequantized.
+
+Large tensors are dequantized by some rows at a time, so that a model takes little more memory than its weights.
+"""
 
 from __future__ import annotations
 
@@ -11,64 +14,92 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from lookahead.errors import UnsupportedModelError
-from lookahead.kernels import block_formats
+from lookahead.kernels import block_formats, block_values
 from lookahead.loading.checkpoints import load_weights
+from lookahead.loading.gguf_files import dtype_of
 from lookahead.loading.gguf_plan import PlacedTensor, RowOrders, planned_once, processor_of, tensor_bytes
 from lookahead.loading.quantized import BlockConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+_AT_ONCE = 1 << 22  # numbers that are dequantized at a time
 
 
-def load_blocks(file: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model on the CPU that keeps the blocks of a file.
+def load_file(
+    file: Path, dtype: torch.dtype | str, keeps_blocks: bool, quantization: QuantizationConfigMixin | None = None
+) -> PreTrainedModel:
+    """Load a model on the CPU from a file whose plan has tensors.
 
     Args:
-        file: The GGUF file, for which `planned_once` gives no reason against it.
-        dtype: Dtype of hidden states and of dequantized weights.
+        file: The GGUF file.
+        dtype: Dtype of hidden states and of dequantized weights; `"auto"` for that of most of the file's weights.
+        keeps_blocks: Whether weights stay in blocks, for which `planned_once` gives no reason against it. Otherwise
+            quantized weights are rounded to bf16, and then become `dtype`.
+        quantization: How the dequantized model is quantized.
 
     Raises:
         UnsupportedModelError: A tensor is missing, or contains invalid numbers.
     """
     folder, plan = planned_once(file)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    processor = processor_of(plan.architecture, config)
-    orders, state = RowOrders(processor), dict[str, Tensor]()
+    reading, stored = _Reading(file, processor_of(plan.architecture, config)), dtype_of(plan.main_kind)
+    dtype = stored if isinstance(dtype, str) else dtype
+    state = dict[str, Tensor]()
     for tensor in plan.tensors:
-        if tensor.is_kept:
-            state[tensor.place] = _laid_out(file, tensor, orders)
+        if keeps_blocks and tensor.is_kept:
+            state[tensor.place] = reading.laid_out(tensor)
         else:
-            state |= _dequantized(file, tensor, processor, dtype)
+            state |= reading.dequantized(tensor, dtype if keeps_blocks else stored, dtype)
+    if keeps_blocks:
+        quantization = BlockConfig(plan.layers, plan.dequantized)
+    options: dict[str, Any] = {} if quantization is None else {"quantization_config": quantization}
     kind = getattr(transformers, config.architectures[0])  # auto classes need a name
-    options: dict[str, Any] = {"state_dict": state, "dtype": dtype, "local_files_only": True}
-    model: PreTrainedModel = load_weights(
-        config, None, kind, quantization_config=BlockConfig(plan.layers, plan.dequantized), **options
-    )
+    options |= {"state_dict": state, "dtype": dtype, "local_files_only": True}
+    model: PreTrainedModel = load_weights(config, None, kind, **options)
     model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     model.name_or_path = model.config.name_or_path = str(file)
     model.eval()
     return model
 
 
-def _laid_out(file: Path, tensor: PlacedTensor, orders: RowOrders) -> Tensor:
-    blocks = tensor_bytes(file, tensor).reshape(tensor.shape[0], -1)
-    try:
-        return block_formats.lay_out(blocks, tensor.kind, orders.of(tensor.name, tensor.shape))
-    except ValueError as error:
-        raise UnsupportedModelError(f"model {file.name}: {tensor.name}: {error}") from error
+class _Reading:
+    """Reads the tensors of a file as transformers' processor of its architecture would."""
 
+    def __init__(self, file: Path, processor: Any) -> None:
+        self._file, self._processor, self._orders = file, processor, RowOrders(processor)
 
-def _dequantized(file: Path, tensor: PlacedTensor, processor: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters that transformers makes from a tensor."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
+    def laid_out(self, tensor: PlacedTensor) -> Tensor:
+        """The blocks of a tensor in panels."""
+        blocks = tensor_bytes(self._file, tensor).reshape(tensor.shape[0], -1)
+        try:
+            return block_formats.lay_out(blocks, tensor.kind, self._orders.of(tensor.name, tensor.shape))
+        except ValueError as error:
+            raise UnsupportedModelError(f"model {self._file.name}: {tensor.name}: {error}") from error
 
-    kind, made = GGMLQuantizationType[tensor.kind], {"tensors": dict[str, Tensor]()}
-    numbers = tensor_bytes(file, tensor)
-    values = dequantize(numbers.reshape(*tensor.shape[:-1], -1), kind).reshape(tensor.shape)
-    found = processor.process(
-        values, name=tensor.name, tensor_key_mapping={tensor.name: tensor.place}, parsed_parameters=made
-    )
-    if found.name is not None:
-        made["tensors"][tensor.place] = torch.tensor(found.weights)
-    return {place: each.to(dtype) for place, each in made["tensors"].items()}
+    def dequantized(self, tensor: PlacedTensor, stored: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parameters that transformers makes from a tensor, rounded to `stored`, in `dtype`."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        kind, numbers = GGMLQuantizationType[tensor.kind], tensor_bytes(self._file, tensor)
+        try:
+            order = self._orders.of(tensor.name, tensor.shape)
+        except ValueError:
+            made = {"tensors": dict[str, Tensor]()}
+            values = dequantize(numbers.reshape(*tensor.shape[:-1], -1), kind).reshape(tensor.shape)
+            found = self._processor.process(
+                values, name=tensor.name, tensor_key_mapping={tensor.name: tensor.place}, parsed_parameters=made
+            )
+            if found.name is not None:
+                made["tensors"][tensor.place] = torch.tensor(found.weights)
+            return {place: each.to(stored).to(dtype) for place, each in made["tensors"].items()}
+        rows, parameter = numbers.reshape(len(order), -1), torch.empty(tensor.shape, dtype=dtype)
+        if stored == torch.bfloat16 and tensor.kind in block_formats.FORMATS and dtype in (torch.float32, stored):
+            block_values.dequantize(rows, tensor.kind, order, parameter)
+            return {tensor.place: parameter}
+        size = max(1, _AT_ONCE // tensor.shape[1])
+        for part, into in zip(torch.from_numpy(order).split(size), parameter.split(size), strict=True):
+            into.copy_(torch.from_numpy(dequantize(rows[part.numpy()], kind)).to(stored))
+        return {tensor.place: parameter}

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, and which of them are multiplied as they are stored.
+"""The tensors of a GGUF file, their parameters, and which of them are multiplied as they are stored.
 
 A linear layer or an embedding, scaled or not, keeps its blocks if their type is one of `block_formats.FORMATS` and
 transformers at most reorders the rows of its tensor. Other tensors are dequantized. The configuration, the tokenizer
@@ -22,13 +22,21 @@ from numpy.typing import NDArray
 
 from lookahead.errors import UnsupportedModelError
 from lookahead.loading.checkpoints import OTHER_SHAPES, auto_class, check_fit, fault
-from lookahead.loading.gguf_files import check_places, kept_once, one_error, open_checked, read_parts, set_end_token
+from lookahead.loading.gguf_files import (
+    check_places,
+    kept_once,
+    main_kind,
+    one_error,
+    open_checked,
+    read_parts,
+    set_end_token,
+)
 from lookahead.utils.locks import locked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_VERSION = "parts-2"
+_VERSION = "parts-3"
 _S = 10  # to read a configuration and a tokenizer
 _FILE = "tensors.json"
 _SHARE = 0.5  # smallest share of a file's elements in kept tensors
@@ -67,8 +75,22 @@ class Plan(NamedTuple):
 
     architecture: str  # the file's name for it
     reason: str  # why no blocks are kept; empty if some are
-    tensors: list[PlacedTensor]
+    tensors: list[PlacedTensor]  # empty if only transformers can read them
     layers: dict[str, str]  # block types by layer name
+
+    @property
+    def main_kind(self) -> str:
+        """The type of most weights."""
+        return main_kind((tensor.kind, tensor.numbers) for tensor in self.tensors)
+
+    def sizes(self) -> tuple[int, int]:
+        """The number of weights, and the bytes that they take if layers keep their blocks and the rest is in bf16."""
+        from lookahead.kernels.block_formats import packed_shape
+
+        kept = [tensor for tensor in self.tensors if tensor.is_kept]
+        count, in_blocks = (sum(tensor.numbers for tensor in tensors) for tensors in (self.tensors, kept))
+        words = sum(math.prod(packed_shape(tensor.kind, *tensor.shape)) for tensor in kept)
+        return count, 4 * words + 2 * (count - in_blocks)
 
     @property
     def dequantized(self) -> list[str]:
@@ -95,6 +117,11 @@ def planned_once(file: Path, announce: Callable[[str], None] | None = None) -> t
         return folder, _read(folder)
 
 
+def has_plan(folder: str | Path) -> bool:
+    """Whether a folder is one of `planned_once`."""
+    return (Path(folder) / _FILE).is_file()
+
+
 def _read(folder: Path) -> Plan:
     held = json.loads((folder / _FILE).read_text(encoding="utf-8"))
     tensors = [PlacedTensor(*each)._replace(shape=tuple(each[3])) for each in held["tensors"]]
@@ -113,6 +140,10 @@ def _describe(file: Path, announce: Callable[[str], None] | None, folder: Path) 
         with torch.device("meta"):
             model = auto_class(config).from_config(config)
         plan = plan_of(reader, model)
+        if announce is not None and not plan.reason:
+            count, in_blocks = plan.sizes()
+            wide, half, own = (f"{size / 1e9:.2f} GB" for size in (4 * count, 2 * count, in_blocks))
+            announce(f"its weights take {wide} in fp32, {half} in bf16, and {own} with --quantize gguf")
         set_end_token(model, tokenizer)
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
@@ -132,23 +163,23 @@ def plan_of(reader: Any, model: PreTrainedModel) -> Plan:
     if unnamed:
         reason = f"no tensor of a {architecture} file has the name of {unnamed[0]} in {type(model).__name__}"
         return Plan(architecture, reason, [], {})
-    if not block_product.is_supported():
-        return Plan(architecture, "this CPU has no instructions for float16", [], {})
     orders, parameters = RowOrders(processor), dict(model.named_parameters())  # tied ones once
     tensors = [_placed(tensor, places[tensor.name]) for tensor in reader.tensors if tensor.name in places]
     shapes = {tensor.place: tensor.shape for tensor in tensors}
     others = _other_shapes(shapes, parameters)
     check_fit(model, [*fault("lacks", parameters.keys() - shapes), *fault(OTHER_SHAPES, others)])
     check_places((tensor.name for tensor in reader.tensors), places, model)
+    if not block_product.is_supported():
+        return Plan(architecture, "this CPU has no instructions for float16", tensors, {})
     obstacles = {tensor.place: _obstacle(tensor, model, orders) for tensor in tensors}
-    tensors = [tensor._replace(is_kept=not obstacles[tensor.place]) for tensor in tensors]
+    placed = [tensor._replace(is_kept=not obstacles[tensor.place]) for tensor in tensors]
     kept, all_of_them = (
-        sum(tensor.numbers for tensor in tensors if tensor.is_kept or counts) for counts in (False, True)
+        sum(tensor.numbers for tensor in placed if tensor.is_kept or counts) for counts in (False, True)
     )
     if kept < _SHARE * all_of_them:
-        return Plan(architecture, _largest_obstacle(tensors, obstacles, model), [], {})
-    layers = {tensor.place.removesuffix(".weight"): tensor.kind for tensor in tensors if tensor.is_kept}
-    return Plan(architecture, "", tensors, {**layers, **_tied(model, layers)})
+        return Plan(architecture, _largest_obstacle(placed, obstacles, model), tensors, {})
+    layers = {tensor.place.removesuffix(".weight"): tensor.kind for tensor in placed if tensor.is_kept}
+    return Plan(architecture, "", placed, {**layers, **_tied(model, layers)})
 
 
 def _placed(tensor: Any, place: str) -> PlacedTensor:

@@ -16,7 +16,7 @@ from lookahead.documents.byte_sources import in_time
 from lookahead.errors import ConfigError, UnsupportedModelError, first_line, one_line
 from lookahead.loading.checkpoints import load_weights, no_bars
 from lookahead.loading.gguf_files import convert_once, is_gguf
-from lookahead.loading.gguf_plan import planned_once
+from lookahead.loading.gguf_plan import has_plan, planned_once
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,8 @@ def load(
 ) -> LoadedModel:
     """Load a causal or encoder-decoder language model and its tokenizer, ready to generate.
 
-    A GGUF file, such as the default model, is converted by the first call and kept in the platform's cache folder.
+    The configuration and the tokenizer of a GGUF file, such as the default model's, are read by the first call and kept
+    in the platform's cache folder.
 
     Args:
         model: The folder of a saved model, a GGUF file, a name on the Hugging Face Hub, which may begin with `hf://`
@@ -96,19 +97,20 @@ def load(
     folder = prepare_files(location, quantize)
 
     options: dict[str, Any] = {"local_files_only": is_local, "trust_remote_code": False}
+    loaded: Any
     with no_bars(), _loading(f"model {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        if quantize == OWN_BLOCKS:
-            from lookahead.loading.gguf_loading import load_blocks
+        config = AutoConfig.from_pretrained(folder, **options)
+        if quantization is not None and getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(f"its weights come quantized already; quantize must be None, got {quantize!r}")
+        if is_gguf(location) and has_plan(folder):
+            from lookahead.loading.gguf_loading import load_file
 
-            return LoadedModel(load_blocks(Path(location), chosen), tokenizer)
-        location = folder
-        config = AutoConfig.from_pretrained(location, **options)
-        if quantization is not None:
-            if getattr(config, "quantization_config", None) is not None:
-                raise ConfigError(f"its weights come quantized already; quantize must be None, got {quantize!r}")
-            options["quantization_config"] = quantization
-        loaded: Any = load_weights(config, location, dtype=chosen, **options)
+            loaded = load_file(Path(location), chosen, quantize == OWN_BLOCKS, quantization)
+        else:
+            if quantization is not None:
+                options["quantization_config"] = quantization
+            loaded = load_weights(config, folder, dtype=chosen, **options)
         loaded.to(target)
     return LoadedModel(loaded.eval(), tokenizer)
 
@@ -167,7 +169,9 @@ def prepare_process(threads: int | None) -> None:
 
 
 def prepare_files(location: str, quantize: str | None = None, announce: Callable[[str], None] | None = None) -> str:
-    """The folder of a converted GGUF file, or of its parts without weights; other locations are returned unchanged.
+    """The folder of a GGUF file's configuration and tokenizer; other locations are returned unchanged.
+
+    The folder has the weights too if only transformers can read them.
 
     Args:
         location: A result of `locate_model`.
@@ -180,14 +184,15 @@ def prepare_files(location: str, quantize: str | None = None, announce: Callable
     """
     from lookahead.loading.quantized import OWN_BLOCKS
 
-    if quantize == OWN_BLOCKS:
-        if not is_gguf(location):
+    if not is_gguf(location):
+        if quantize == OWN_BLOCKS:
             raise ConfigError(f"quantize={quantize!r} is for a GGUF file, got {location!r}")
-        folder, plan = planned_once(Path(location), announce)
-        if plan.reason:
-            raise ConfigError(f"quantize={quantize!r} is not for {Path(location).name}: {plan.reason}")
-        return str(folder)
-    return str(convert_once(Path(location), announce)) if is_gguf(location) else location
+        return location
+    file = Path(location)
+    folder, plan = planned_once(file, announce)
+    if quantize == OWN_BLOCKS and plan.reason:
+        raise ConfigError(f"quantize={quantize!r} is not for {file.name}: {plan.reason}")
+    return str(folder if plan.tensors else convert_once(file, announce))
 
 
 def resolve_device(name: str | None) -> torch.device:

@@ -36,6 +36,7 @@ EXTENDED = {
         "lookahead/*/shared_rows.py",
     ),
     "tests/test_block_formats.py": ("kernels/*", "lookahead/loading/gguf*", "lookahead/*/quantized.py"),
+    "tests/test_gguf_loading.py": ("kernels/block*", "lookahead/loading/*"),
     "tests/test_gguf_families.py": ("kernels/*", "lookahead/loading/gguf*", "lookahead/*/quantized.py"),
     "tests/test_foreign_layers.py": ("lookahead/backend/*", "lookahead/model/*"),
     "tests/test_images.py": ("lookahead/backend/*", "lookahead/decoding/*", "lookahead/model/*"),

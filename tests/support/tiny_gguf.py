@@ -89,8 +89,9 @@ def write_gguf(
         shapes[f"{block}ffn_down"] = size, inner
     for name, shape in shapes.items():
         kind = (kinds or {}).get(name, (kinds or {}).get(name.split(".")[-1]))
-        if kind is None:
-            writer.add_tensor(f"{name}.weight", generator.normal(0, 0.3, shape).astype(np.float32))
+        if kind is None or kind == "F16":
+            values = generator.normal(0, 0.3, shape)
+            writer.add_tensor(f"{name}.weight", values.astype(np.float16 if kind else np.float32))
         else:
             raw = blocks(kind, *shape, seed)
             writer.add_tensor(f"{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType[kind])
