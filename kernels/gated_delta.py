@@ -55,7 +55,14 @@ class Updates(NamedTuple):
 
 
 def gated_delta(
-    mixed: Tensor, beta: Tensor, state: Tensor, parents: Tensor, updates: Updates, out: Tensor, norm: Sequence[Any]
+    mixed: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    parents: Tensor,
+    updates: Updates,
+    out: Tensor,
+    norm: Sequence[Any],
+    after: Tensor | None = None,
 ) -> Job:
     """A job that applies the rule to the nodes of a tree, and norms and gates the results of every head.
 
@@ -68,11 +75,12 @@ def gated_delta(
         out: Like values, `[nodes, heads * size of values]`.
         norm: The weight `[size of values]` of the norm, its epsilon, and the gates, float32 `[nodes, heads, size of
             values]`.
+        after: Like `state`; the state after a single node is written to it.
     """
     weight, eps, gates = norm
     nodes, key_heads, _ = updates.keys.shape
-    tensors = mixed, beta, state, parents, *updates, out, weight, gates
-    sizes = nodes, len(state), key_heads, *state.shape[1:], bits_of(eps)
+    tensors = mixed, beta, state, parents, *updates, out, weight, gates, state if after is None else after
+    sizes = nodes, len(state), key_heads, *state.shape[1:], bits_of(eps), int(after is not None)
     return _ENTRIES[mixed.dtype], len(state), (*(each.data_ptr() for each in tensors), *sizes), tensors
 
 
@@ -126,8 +134,8 @@ def _unit(source, line):
 def _rows_of_state(answers: bool) -> Any:
     """An intrinsic that adds products of rows of a state to sums: of the decayed state with the key, or the answers.
 
-    It takes the parent's state, with the index of its first row and the step between rows; for answers the node's
-    state, of rows next to each other, with such an index; the key and the query with the index of their first number;
+    It takes the parent's state and, for answers, the node's, each with the index of its first row and the step between
+    rows; the key and the query with the index of their first number;
     what to add to the columns; the sums; the decay; and the number of rows. For answers, a row decays, gets its part of
     the outer product, is stored, and is multiplied by the query. Rows have `COLUMNS` numbers. Compiled from loops,
     sums of so few numbers are not kept in registers.
@@ -137,7 +145,7 @@ def _rows_of_state(answers: bool) -> Any:
     def add(context: Any, old: Any, new: Any, factors: Any, sums: Any, decay: Any, rows: Any) -> Any:
         def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
             *arrays, decay, rows = values
-            (parent, before, step), (state, after), (key, query, first), (delta, sums) = _addresses_of(
+            (parent, before, step), (state, after, step_after), (key, query, first), (delta, sums) = _addresses_of(
                 target, builder, signature, arrays
             )
             starts, decay = [WHOLE(i) for i in range(0, COLUMNS, LANES)], spread(builder, decay)
@@ -145,7 +153,7 @@ def _rows_of_state(answers: bool) -> Any:
 
             def add_row(row: Any, partial: list[Any]) -> list[Any]:
                 own, begin = builder.add(first, row), builder.add(before, builder.mul(row, step))
-                to = builder.add(after, builder.mul(row, WHOLE(COLUMNS)))
+                to = builder.add(after, builder.mul(row, step_after))
                 factor, asked = (spread(builder, builder.load(builder.gep(each, [own]))) for each in (key, query))
                 grown = []
                 for i, start in enumerate(starts):
@@ -188,13 +196,15 @@ def _addresses_of(target: Any, builder: Any, signature: Any, values: Any) -> lis
 @jit_part
 def _head(address, head, kind):
     """Apply the rule to one head of all nodes."""
-    numbers = array_at(address, (16,), np.int64)
+    numbers = array_at(address, (18,), np.int64)
     mixed_at, beta_at, state_at, parents_at, keys_at, deltas_at, decays_at, out_at, weight_at, gates_at = numbers[:10]
-    nodes, heads, key_heads, key_size, value_size, eps_bits = numbers[10:]
+    after_at, nodes, heads, key_heads, key_size, value_size, eps_bits, keeps_state = numbers[10:]
     channels, values = 2 * key_heads * key_size + heads * value_size, heads * value_size
     own, eps = head // (heads // key_heads), np.int32(eps_bits).view(np.float32)
     mixed, out = numbers_at(mixed_at, nodes * channels, kind), numbers_at(out_at, nodes * values, kind)
-    state = array_at(state_at, (heads, key_size * value_size), np.float32)[head]
+    size = key_size * value_size
+    state = array_at(state_at, (heads, size), np.float32)[head]
+    only = array_at(after_at, (heads, size), np.float32)[head, : size * keeps_state]
     keys = array_at(keys_at, (nodes, key_heads, key_size), np.float32)
     deltas = array_at(deltas_at, (nodes, heads, value_size), np.float32)
     decays, betas = array_at(decays_at, (nodes, heads), np.float32), array_at(beta_at, (nodes, heads), np.float32)
@@ -208,8 +218,10 @@ def _head(address, head, kind):
         _unit(mixed[begin : begin + key_size], keys[node, own])
         for k in range(key_size):
             queries[node, k] /= root
-    _columns(state, parents, queries, keys[:, own], decays[:, head], betas[:, head], deltas[:, head], results, mixed,
-             channels, 2 * key_heads * key_size + head * value_size)  # fmt: skip
+    _columns(
+        state, only, parents, queries, keys[:, own], decays[:, head], betas[:, head], deltas[:, head], results, mixed,
+        channels, 2 * key_heads * key_size + head * value_size,
+    )  # fmt: skip
     weight, line = numbers_at(weight_at, value_size, kind), np.empty(value_size, np.float32)
     for node in range(nodes):
         begin = node * values + head * value_size
@@ -223,8 +235,8 @@ def _head(address, head, kind):
 
 
 @jit_part
-def _columns(state, parents, queries, keys, decays, betas, deltas, results, mixed, channels, first_value):
-    """Apply the rule to the columns of a head's state, a few at a time; writes deltas and results."""
+def _columns(state, only, parents, queries, keys, decays, betas, deltas, results, mixed, channels, first_value):
+    """Apply the rule to the columns of a head's state, a few at a time; writes deltas, results, and maybe a state."""
     nodes, key_size, value_size = len(parents), queries.shape[1], results.shape[1]
     size = key_size * COLUMNS
     states = np.empty(nodes * size, np.float32)
@@ -233,9 +245,10 @@ def _columns(state, parents, queries, keys, decays, betas, deltas, results, mixe
         for node in range(nodes):
             key, query, decay = keys[node], queries[node], decays[node]
             parent, before, step = (states, parents[node] * size, COLUMNS) if node else (state, first, value_size)
+            own, after, step_after = (only, first, value_size) if len(only) else (states, node * size, COLUMNS)
             sums[:] = _F(0.0)
             for begin in range(0, key_size, BLOCK):
-                old, new = (parent, before + begin * step, step), (states, node * size + begin * COLUMNS)
+                old, new = (parent, before + begin * step, step), (own, after + begin * step_after, step_after)
                 _recall_rows(old, new, (key, query, begin), (delta, sums), decay, min(BLOCK, key_size - begin))
             place = node * channels + first_value + first
             for i in range(COLUMNS):
@@ -243,7 +256,7 @@ def _columns(state, parents, queries, keys, decays, betas, deltas, results, mixe
                 deltas[node, first + i] = delta[i]
             sums[:] = _F(0.0)
             for begin in range(0, key_size, BLOCK):
-                old, new = (parent, before + begin * step, step), (states, node * size + begin * COLUMNS)
+                old, new = (parent, before + begin * step, step), (own, after + begin * step_after, step_after)
                 _answer_rows(old, new, (key, query, begin), (delta, sums), decay, min(BLOCK, key_size - begin))
             for i in range(COLUMNS):
                 results[node, first + i] = sums[i]

@@ -59,6 +59,41 @@ def convolution(
     return _ENTRIES[x.dtype], parts, numbers, tensors
 
 
+def newest(state: Tensor, inputs: Tensor, path: Tensor, out: Tensor) -> Job:
+    """A job that writes the newest inputs of a convolution after a path of nodes.
+
+    Args:
+        state: `[channels, taps]`, those before the root; bfloat16 or float32, contiguous.
+        inputs: `[nodes, channels]` of the same dtype, contiguous.
+        path: int64 `[n]`, the nodes from the root on.
+        out: Like `state`.
+    """
+    tensors = state, inputs, path, out
+    return _SHIFTS[state.dtype], 1, (*(each.data_ptr() for each in tensors), *state.shape, len(path)), tensors
+
+
+@jit_part
+def _shift(address, kind):
+    """Write the newest inputs, of all channels."""
+    if claim_part(address) > 0:
+        return
+    state_at, inputs_at, path_at, out_at, channels, taps, steps = array_at(address + 16, (7,), np.int64)
+    path, nodes = array_at(path_at, (steps,), np.int64), 0
+    for step in range(steps):
+        nodes = max(nodes, path[step] + 1)
+    state, out = numbers_at(state_at, channels * taps, kind), numbers_at(out_at, channels * taps, kind)
+    inputs = numbers_at(inputs_at, nodes * channels, kind)
+    for tap in range(taps):
+        at = steps - taps + tap
+        if at < 0:
+            for i in range(channels):
+                out[i * taps + tap] = state[i * taps + taps + at]
+        else:
+            line = inputs[path[at] * channels : (path[at] + 1) * channels]
+            for i in range(channels):
+                out[i * taps + tap] = line[i]
+
+
 @jit_part
 def _activate(line):
     """Replace numbers by their SiLU."""
@@ -145,4 +180,13 @@ def _work_on_floats(address: Any) -> None:
     _work(address, 0.0)
 
 
+def _shift_halves(address: Any) -> None:
+    _shift(address, 0)
+
+
+def _shift_floats(address: Any) -> None:
+    _shift(address, 0.0)
+
+
+_SHIFTS = {torch.bfloat16: _shift_halves, torch.float32: _shift_floats}
 _ENTRIES = {torch.bfloat16: _work_on_halves, torch.float32: _work_on_floats}

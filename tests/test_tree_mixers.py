@@ -201,3 +201,19 @@ def test_hooks_on_products_see_all_nodes_once(name: str) -> None:
     for handle in handles:
         handle.remove()
     assert calls == [(1, 5)] * len(linears)
+
+
+def test_a_copy_of_a_row_keeps_its_states_while_the_row_goes_on() -> None:
+    backend = backend_for(built("Qwen3_5", SINGLE), rows=1, capacity=64)
+    with backend.serving():
+        backend.read([np.array([5, 9, 31], np.int32)])
+        backend.commit(0, ROOT)
+        copies = []
+        for token in (7, 8, 9, 10):
+            backend.score([TokenTree.root(token)])
+            backend.commit(0, ROOT)
+            copy = backend.cache.extract_row(0).states[0]
+            copies.append((copy, {key: each.clone() for key, each in copy.items()}))
+    for copy, before in copies:
+        assert all(torch.equal(copy[key], before[key]) for key in before)
+    assert not torch.equal(copies[0][0]["recurrent", 0], copies[2][0]["recurrent", 0])

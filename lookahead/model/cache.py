@@ -338,7 +338,7 @@ class TreeCache(Cache):
                 keys, values = (each[row, slots].transpose(0, 1).clone() for each in (layer.keys, layer.values))
                 kv[at] = keys, values
             if isinstance(layer, StateLayer):
-                states[at] = dict(layer.committed[row])
+                states[at] = {key: state.clone() for key, state in layer.committed[row].items()}
         return RowCopy(kv, states, length, self.slots.origins[row])
 
     def copy_prefix_from(self, row: int, states: Iterable[RowStates | None], length: int, origin: Origin = ()) -> None:

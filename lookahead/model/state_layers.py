@@ -80,6 +80,7 @@ class StateLayer(_Layer):  # type: ignore[misc]
         self.committed: dict[int, States] = {}  # by row
         self._levels: list[list[States]] = []  # of the newest pass over trees, by level and call
         self.after: Callable[[int, IntArray], States] | None = None  # of a row and a path, if kernels ran that pass
+        self._memory: list[Tensor] = []  # for states that kernels write; at most one per row is not in use
 
     def load(self, states: States) -> None:
         """Continue from states `[rows, ...]`, or from an empty text without states."""
@@ -130,6 +131,18 @@ class StateLayer(_Layer):  # type: ignore[misc]
         # A view of one state would keep the states of all nodes in memory.
         states = self.level(level).items()
         return {key: each[place].clone() if len(each) > 1 else each[0] for key, each in states}
+
+    def memory_like(self, key: tuple[str, int], state: Tensor) -> Tensor:
+        """Memory for a state of a kind, which no row uses: new memory of this size costs as much as a kernel.
+
+        It is free again at the next call unless its state becomes that of a row.
+        """
+        used = {id(states.get(key)) for states in self.committed.values()}
+        free = [each for each in self._memory if id(each) not in used and each.shape == state.shape]
+        if not free:
+            free = [torch.empty_like(state)]
+            self._memory = [each for each in self._memory if id(each) in used] + free
+        return free[0]
 
     def drop(self) -> None:
         """Drop the states of the nodes."""

@@ -106,7 +106,7 @@ class CpuBackend(TorchBackend):
         has_kernels, is_half = bool(self._found_mixers()), self._keeps(BitPolicy.SOLO)
         if not (has_kernels or is_half):
             return Mixing()
-        name = f"mixing, {torch.get_num_threads()} threads{', kernels' if has_kernels else ''}"
+        name = f"mixers, {torch.get_num_threads()} threads{', kernels' if has_kernels else ''}"
         make = partial(type(self), model, packs=False, rows=1, capacity=64)
         find = partial(
             mixing_of, lambda mixing: make(mixing=mixing), decoder_vocabulary(model),

@@ -62,7 +62,7 @@ def _kernels_agree(make: Callable[[Mixing], Backend], vocabulary: int, is_half: 
             with backend.serving():
                 made.append(backend.score([tree], BitPolicy.SOLO))
                 backend.commit(0, np.array(path, np.int32))
-            made += [states for layer in backend.cache.states for states in layer.committed[0].values()]
+            made += [states.clone() for layer in backend.cache.states for states in layer.committed[0].values()]
         results.append(made)
     return all(_agree(*pair, is_half=is_half) for pair in zip(*results, strict=True))
 

@@ -20,7 +20,7 @@ from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import IntArray
 from lookahead.kernels.gated_delta import COLUMNS, MAX_SIZE, Updates, advance, gated_delta
 from lookahead.kernels.jobs import Job, run
-from lookahead.kernels.short_conv import convolution
+from lookahead.kernels.short_conv import convolution, newest
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import is_offloaded
 from lookahead.model.known_code import code_of, global_hooks, is_set_by_user, working_hooks_of
@@ -120,25 +120,32 @@ def _mix_by_delta(mixer: _Mixer, hidden: Tensor, cache: TreeCache) -> Tensor | N
         (-module.A_log.float().exp() * rate).exp(), module.num_k_heads, module.head_k_dim, module.head_v_dim
     )
     weight, mixed, out = mixer.conv.weight, torch.empty_like(inputs), torch.zeros_like(gate)
-    jobs = list[Job]()
+    jobs, layer = list[Job](), cache.layers[mixer.at]
+    only = layer.memory_like(_RECURRENT, before[0][_RECURRENT]) if len(out) == 1 else None  # after a single node
     for row, parents in enumerate(cache.levels.parents):
         part, states = slice(row * width, row * width + len(parents)), before[row]
         own = updates.of(part)
         norming = norm.weight, norm.variance_epsilon, gates[part]
         jobs += [
             convolution(inputs[part], states[_CONV], weight, mixer.conv.bias, parents, mixed[part], has_silu=True),
-            gated_delta(mixed[part], beta[part], states[_RECURRENT], parents, own, out[part], norming),
+            gated_delta(mixed[part], beta[part], states[_RECURRENT], parents, own, out[part], norming, only),
         ]
     run(*jobs)
 
     def after(row: int, path: IntArray) -> States:
         nodes, states = torch.from_numpy(path.astype("int64")), before[row]
         own = slice(row * width, (row + 1) * width)
-        recurrent = torch.empty_like(states[_RECURRENT])
-        run(advance(states[_RECURRENT], updates.of(own), nodes, recurrent))
-        return {_CONV: _newest(states[_CONV], inputs[own], nodes), _RECURRENT: recurrent}
+        made = {_CONV: torch.empty_like(states[_CONV])}
+        jobs = [newest(states[_CONV], inputs[own], nodes, made[_CONV])]
+        if only is None:
+            made[_RECURRENT] = layer.memory_like(_RECURRENT, states[_RECURRENT])
+            jobs.append(advance(states[_RECURRENT], updates.of(own), nodes, made[_RECURRENT]))
+        else:
+            made[_RECURRENT] = only
+        run(*jobs)
+        return made
 
-    cache.layers[mixer.at].after = after
+    layer.after = after
     made: Tensor = module.out_proj(out.view(*hidden.shape[:2], -1))
     return made
 
@@ -164,12 +171,6 @@ def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor, is_alone: bool) ->
     return function(x) if len(x) <= rows else torch.cat([function(part) for part in x.split(rows)])
 
 
-def _newest(state: Tensor, inputs: Tensor, path: Tensor) -> Tensor:
-    """The newest inputs of a convolution, `[channels, taps]`, after the nodes of a path."""
-    taps = state.shape[1]
-    return torch.cat([state, inputs[path[-taps:]].T], 1)[:, -taps:].contiguous()
-
-
 def _mix_by_convolution(mixer: _Mixer, hidden: Tensor, cache: TreeCache) -> Tensor | None:
     """The output of a short convolution for all nodes, `[rows, width, size]`, or None."""
     before = _begun(mixer, hidden, cache)
@@ -187,7 +188,9 @@ def _mix_by_convolution(mixer: _Mixer, hidden: Tensor, cache: TreeCache) -> Tens
 
     def after(row: int, path: IntArray) -> States:
         nodes, state = torch.from_numpy(path.astype("int64")), before[row][_CONV]
-        return {_CONV: _newest(state, inputs[row * width : (row + 1) * width], nodes)}
+        made = torch.empty_like(state)
+        run(newest(state, inputs[row * width : (row + 1) * width], nodes, made))
+        return {_CONV: made}
 
     cache.layers[mixer.at].after = after
     made: Tensor = mixer.module.out_proj(out.view(*hidden.shape[:2], -1))
