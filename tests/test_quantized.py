@@ -117,6 +117,24 @@ def test_an_encoder_decoder_model_gives_the_tokens_of_generate(name, bits, folde
     compare(model, input_ids=PROMPT, do_sample=False)
 
 
+@widths
+@pytest.mark.parametrize("name", ["T5", "UMT5", "SwitchTransformers"])
+def test_layers_that_the_code_of_their_model_takes_for_floats_are_not_rounded(name, bits, tmp_path):
+    from transformers import AutoModelForSeq2SeqLM
+
+    plain = build(ENCODER_DECODERS[name]).float().eval()
+    plain.save_pretrained(tmp_path)
+    model = quantized(tmp_path, SINGLE, bits, AutoModelForSeq2SeqLM)
+    rows = []
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear):
+            layer.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].dtype))
+    with torch.inference_mode():
+        got, expected = (each(PROMPT, decoder_input_ids=PROMPT[:, :3]).logits for each in (model, plain))
+    assert len(rows) > 12 and all(dtype.is_floating_point for dtype in rows)
+    assert 0.5 < got.norm() / expected.norm() < 2
+
+
 def test_a_mixture_of_experts_keeps_their_weights_and_gives_the_tokens_of_generate(folders):
     compare(quantized(folders["Mixtral"]), LookaheadConfig(proposers=()), input_ids=PROMPT, do_sample=False)
 

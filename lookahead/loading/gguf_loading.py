@@ -8,8 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
@@ -49,7 +51,11 @@ def load_file(
     state = dict[str, Tensor]()
     for tensor in plan.tensors:
         if keeps_blocks and tensor.is_kept:
-            state[tensor.place] = reading.laid_out(tensor)
+            place = f"{tensor.layer}.{tensor.experts_part}_blocks" if tensor.experts_part else tensor.place
+            state[place] = reading.laid_out(tensor)
+        elif tensor.experts_part:
+            whole = state.setdefault(tensor.place, torch.empty(tensor.shape_of_place, dtype=dtype))
+            reading.fill_experts(tensor, dtype if keeps_blocks else stored, whole)
         else:
             state |= reading.dequantized(tensor, dtype if keeps_blocks else stored, dtype)
     if keeps_blocks:
@@ -71,35 +77,60 @@ class _Reading:
         self._file, self._processor, self._orders = file, processor, RowOrders(processor)
 
     def laid_out(self, tensor: PlacedTensor) -> Tensor:
-        """The blocks of a tensor in panels."""
-        blocks = tensor_bytes(self._file, tensor).reshape(tensor.shape[0], -1)
+        """The blocks of a tensor in panels, for each expert if it is of experts."""
+        blocks = tensor_bytes(self._file, tensor).reshape(*tensor.shape[:-1], -1)
         try:
+            if tensor.experts_part:
+                shape = len(blocks), *block_formats.packed_shape(tensor.kind, *tensor.shape[1:])
+                packed = torch.empty(shape, dtype=torch.int32)
+                for own, into in zip(blocks, packed, strict=True):
+                    into.copy_(block_formats.lay_out(own, tensor.kind))
+                return packed
             return block_formats.lay_out(blocks, tensor.kind, self._orders.of(tensor.name, tensor.shape))
         except ValueError as error:
             raise UnsupportedModelError(f"model {self._file.name}: {tensor.name}: {error}") from error
+
+    def fill_experts(self, tensor: PlacedTensor, stored: torch.dtype, whole: Tensor) -> None:
+        """Dequantize a part of experts into their parameter `[experts, outputs, inputs]`: gates come first."""
+        outputs = tensor.shape[1]
+        first = outputs if tensor.experts_part == "up" else 0
+        blocks = tensor_bytes(self._file, tensor).reshape(*tensor.shape[:-1], -1)
+        for own, into in zip(blocks, whole, strict=True):
+            _fill(own, tensor.kind, np.arange(outputs), stored, into[first : first + outputs])
 
     def dequantized(self, tensor: PlacedTensor, stored: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
         """The parameters that transformers makes from a tensor, rounded to `stored`, in `dtype`."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        kind, numbers = GGMLQuantizationType[tensor.kind], tensor_bytes(self._file, tensor)
+        numbers = tensor_bytes(self._file, tensor)
         try:
             order = self._orders.of(tensor.name, tensor.shape)
         except ValueError:
             made = {"tensors": dict[str, Tensor]()}
-            values = dequantize(numbers.reshape(*tensor.shape[:-1], -1), kind).reshape(tensor.shape)
+            values = dequantize(numbers.reshape(*tensor.shape[:-1], -1), GGMLQuantizationType[tensor.kind])
             found = self._processor.process(
-                values, name=tensor.name, tensor_key_mapping={tensor.name: tensor.place}, parsed_parameters=made
+                values.reshape(tensor.shape),
+                name=tensor.name,
+                tensor_key_mapping={tensor.name: tensor.place},
+                parsed_parameters=made,
             )
             if found.name is not None:
                 made["tensors"][tensor.place] = torch.tensor(found.weights)
             return {place: each.to(stored).to(dtype) for place, each in made["tensors"].items()}
-        rows, parameter = numbers.reshape(len(order), -1), torch.empty(tensor.shape, dtype=dtype)
-        if stored == torch.bfloat16 and tensor.kind in block_formats.FORMATS and dtype in (torch.float32, stored):
-            block_values.dequantize(rows, tensor.kind, order, parameter)
-            return {tensor.place: parameter}
-        size = max(1, _AT_ONCE // tensor.shape[1])
-        for part, into in zip(torch.from_numpy(order).split(size), parameter.split(size), strict=True):
-            into.copy_(torch.from_numpy(dequantize(rows[part.numpy()], kind)).to(stored))
+        parameter = torch.empty(tensor.shape, dtype=dtype)
+        _fill(numbers.reshape(len(order), -1), tensor.kind, order, stored, parameter)
         return {tensor.place: parameter}
+
+
+def _fill(rows: NDArray[np.uint8], kind: str, order: NDArray[np.int64], stored: torch.dtype, out: Tensor) -> None:
+    """Dequantize rows of a type in an order, rounded to `stored`, to `out` `[outputs, inputs]`."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    if stored == torch.bfloat16 and kind in block_formats.FORMATS and out.dtype in (torch.float32, stored):
+        block_values.dequantize(rows, kind, order, out)
+        return
+    size = max(1, _AT_ONCE // out.shape[1])
+    for part, into in zip(torch.from_numpy(order).split(size), out.split(size), strict=True):
+        into.copy_(torch.from_numpy(dequantize(rows[part.numpy()], GGMLQuantizationType[kind])).to(stored))

@@ -36,10 +36,11 @@ from lookahead.utils.locks import locked
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_VERSION = "parts-3"
+_VERSION = "parts-4"
 _S = 10  # to read a configuration and a tokenizer
 _FILE = "tensors.json"
 _SHARE = 0.5  # smallest share of a file's elements in kept tensors
+_EXPERTS = re.compile(r".*\.ffn_(gate|up|down)_exps\.weight")
 _FLOATS = {"F32", "F16", "BF16", "F64"}
 
 
@@ -63,6 +64,24 @@ class PlacedTensor(NamedTuple):
     offset: int
     nbytes: int
     is_kept: bool
+
+    @property
+    def layer(self) -> str:
+        """The name of the layer of its parameter."""
+        return self.place.rpartition(".")[0]
+
+    @property
+    def experts_part(self) -> str:
+        """The part of experts that it is, one of `quantized_experts.PARTS`; empty for other tensors."""
+        found = _EXPERTS.fullmatch(self.name)
+        return found[1] if found and len(self.shape) == 3 else ""
+
+    @property
+    def shape_of_place(self) -> tuple[int, ...]:
+        """The shape of the parameter, which may hold a tensor of experts and another one behind it."""
+        experts, *sizes = self.shape
+        is_half = self.experts_part and self.place.endswith("gate_up_proj")
+        return (experts, 2 * sizes[0], sizes[1]) if is_half else self.shape
 
     @property
     def numbers(self) -> int:
@@ -89,7 +108,7 @@ class Plan(NamedTuple):
 
         kept = [tensor for tensor in self.tensors if tensor.is_kept]
         count, in_blocks = (sum(tensor.numbers for tensor in tensors) for tensors in (self.tensors, kept))
-        words = sum(math.prod(packed_shape(tensor.kind, *tensor.shape)) for tensor in kept)
+        words = sum(math.prod((*tensor.shape[:-2], *packed_shape(tensor.kind, *tensor.shape[-2:]))) for tensor in kept)
         return count, 4 * words + 2 * (count - in_blocks)
 
     @property
@@ -155,30 +174,35 @@ def _describe(file: Path, announce: Callable[[str], None] | None, folder: Path) 
 def plan_of(reader: Any, model: PreTrainedModel) -> Plan:
     """Assign the tensors of a file to the parameters of a model, which may be on the meta device."""
     from lookahead.kernels import block_product
+    from lookahead.loading.quantized_experts import PARTS
 
     architecture = reader.fields["general.architecture"].contents()
-    processor, (places, unnamed) = processor_of(architecture, model.config), _places_of(architecture, model)
+    processor = processor_of(architecture, model.config)
     if processor is None:
         return Plan(architecture, f"transformers reads {architecture} in another way", [], {})
+    places, unnamed = _places_of(architecture, processor, model)
     if unnamed:
         reason = f"no tensor of a {architecture} file has the name of {unnamed[0]} in {type(model).__name__}"
         return Plan(architecture, reason, [], {})
     orders, parameters = RowOrders(processor), dict(model.named_parameters())  # tied ones once
     tensors = [_placed(tensor, places[tensor.name]) for tensor in reader.tensors if tensor.name in places]
-    shapes = {tensor.place: tensor.shape for tensor in tensors}
+    shapes = {tensor.place: tensor.shape_of_place for tensor in tensors}
+    lacking = {place for name, place in places.items() if name not in {tensor.name for tensor in tensors}}
     others = _other_shapes(shapes, parameters)
-    check_fit(model, [*fault("lacks", parameters.keys() - shapes), *fault(OTHER_SHAPES, others)])
+    check_fit(model, [*fault("lacks", parameters.keys() & lacking), *fault(OTHER_SHAPES, others)])
     check_places((tensor.name for tensor in reader.tensors), places, model)
     if not block_product.is_supported():
         return Plan(architecture, "this CPU has no instructions for float16", tensors, {})
-    obstacles = {tensor.place: _obstacle(tensor, model, orders) for tensor in tensors}
-    placed = [tensor._replace(is_kept=not obstacles[tensor.place]) for tensor in tensors]
+    obstacles = _obstacles(tensors, model, orders)
+    placed = [tensor._replace(is_kept=not obstacles[tensor.name]) for tensor in tensors]
     kept, all_of_them = (
         sum(tensor.numbers for tensor in placed if tensor.is_kept or counts) for counts in (False, True)
     )
     if kept < _SHARE * all_of_them:
         return Plan(architecture, _largest_obstacle(placed, obstacles, model), tensors, {})
-    layers = {tensor.place.removesuffix(".weight"): tensor.kind for tensor in placed if tensor.is_kept}
+    layers = {tensor.layer: tensor.kind for tensor in placed if tensor.is_kept and not tensor.experts_part}
+    parts = {(tensor.layer, tensor.experts_part): tensor.kind for tensor in placed if tensor.is_kept}
+    layers |= {name: "/".join(parts[name, part] for part in PARTS) for name, part in parts if part}
     return Plan(architecture, "", placed, {**layers, **_tied(model, layers)})
 
 
@@ -189,17 +213,20 @@ def _placed(tensor: Any, place: str) -> PlacedTensor:
 
 
 def _other_shapes(shapes: dict[str, tuple[int, ...]], parameters: dict[str, Any]) -> list[str]:
-    """Matrices whose shape differs from their parameter's; transformers may transpose one, or add a dimension."""
+    """Matrices, and those of experts, whose shape differs from their parameter's.
+
+    transformers may transpose a matrix, or add a dimension to a tensor.
+    """
     return [
         f"{name} is {found} instead of {tuple(parameters[name].shape)}"
         for name, found in shapes.items()
-        if name in parameters and len(found) == parameters[name].dim() == 2
+        if name in parameters and len(found) == parameters[name].dim() in (2, 3)
         if sorted(found) != sorted(parameters[name].shape)
     ]
 
 
-def _places_of(architecture: str, model: PreTrainedModel) -> tuple[dict[str, str], list[str]]:
-    """The parameters of a model by tensor name, and those without a name that share no other one's tensor."""
+def _places_of(architecture: str, processor: Any, model: PreTrainedModel) -> tuple[dict[str, str], list[str]]:
+    """The parameters and buffers of a model by tensor name, and parameters that no tensor of a file is for."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
@@ -207,13 +234,20 @@ def _places_of(architecture: str, model: PreTrainedModel) -> tuple[dict[str, str
         return {}, [place for place, _ in model.named_parameters()]
     names = get_tensor_name_map(known[architecture], model.config.get_text_config().num_hidden_layers)
     places, named, others = dict[str, str](), set[int](), dict[str, int]()
-    for place, parameter in model.named_parameters(remove_duplicate=False):
-        stem, _, suffix = place.rpartition(".")
-        if (name := names.get_name(stem)) is None:
-            others[place] = id(parameter)
+    for place, parameter in model.state_dict(keep_vars=True).items():
+        stem, suffix = place, ""
+        if place.endswith((".weight", ".bias")):
+            stem, _, suffix = place.rpartition(".")
+        found = dict[str, str]()
+        if (name := names.get_name(processor.preprocess_name(stem))) is not None:
+            found[f"{name}.{suffix}".rstrip(".")] = place
         else:
-            places[f"{name}.{suffix}"] = place
+            processor.perform_fallback_tensor_mapping(found, "", "", place)
+        places |= {f"{name}.weight" if name.endswith("_exps") else name: place for name in found}
+        if found:
             named.add(id(parameter))
+        elif parameter.requires_grad:
+            others[place] = id(parameter)
     return places, [place for place, parameter in others.items() if parameter not in named]
 
 
@@ -227,7 +261,9 @@ def processor_of(architecture: str, config: Any) -> Any:
         )
     except ImportError:
         return None
-    if architecture not in GGUF_SUPPORTED_ARCHITECTURES or architecture in _read_otherwise():
+    # The former names some architectures as transformers does.
+    is_known = architecture in GGUF_SUPPORTED_ARCHITECTURES or architecture in TENSOR_PROCESSORS
+    if not is_known or architecture in _read_otherwise():
         return None
     kind: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
     return kind(config=config.to_dict())
@@ -278,24 +314,41 @@ class RowOrders:
         return moved.weights[:, 0].astype(np.int64) if is_order else None
 
 
-def _obstacle(tensor: PlacedTensor, model: PreTrainedModel, orders: RowOrders) -> str:
+def _obstacles(tensors: Sequence[PlacedTensor], model: PreTrainedModel, orders: RowOrders) -> dict[str, str]:
+    """The obstacle of every tensor by name. Experts keep the blocks of all of their parts or of none."""
+    shared = dict[int, list[str]]()  # layers by the id of a parameter
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    obstacles = {tensor.name: _obstacle(tensor, model, orders, shared) for tensor in tensors}
+    experts = {tensor.layer: obstacles[tensor.name] for tensor in tensors if tensor.experts_part}
+    experts |= {
+        tensor.layer: obstacles[tensor.name] for tensor in tensors if tensor.experts_part and obstacles[tensor.name]
+    }
+    return obstacles | {tensor.name: experts[tensor.layer] for tensor in tensors if tensor.experts_part}
+
+
+def _obstacle(tensor: PlacedTensor, model: PreTrainedModel, orders: RowOrders, shared: dict[int, list[str]]) -> str:
     """Why the layer of a tensor cannot use its blocks unchanged except for the order of rows; empty if it can."""
     from lookahead.kernels.block_formats import FORMATS
-    from lookahead.loading.quantized import replacement_of
+    from lookahead.loading.quantized import casts_to_weight, replacement_of
+    from lookahead.loading.quantized_experts import are_gated
 
-    name, _, parameter = tensor.place.rpartition(".")
-    layer: Any = model.get_submodule(name)
-    of_kind = FORMATS.get(tensor.kind)
-    if parameter != "weight" or replacement_of(layer) is None:
+    layer: Any = model.get_submodule(tensor.layer)
+    of_kind, parameter = FORMATS.get(tensor.kind), tensor.place.rpartition(".")[2]
+    is_matrix = parameter == "weight" and replacement_of(layer) is not None
+    if not (are_gated(layer) if tensor.experts_part else is_matrix):
         return "a layer of this class does not keep blocks"
+    if any(casts_to_weight(model, name) for name in shared[id(getattr(layer, parameter))]):
+        return "its model casts numbers to the dtype of its weight"
     if of_kind is None:
         return f"weights of {tensor.kind} are not multiplied as they are stored"
-    if tuple(layer.weight.shape) != tensor.shape:
+    if tuple(getattr(layer, parameter).shape) != tensor.shape_of_place:
         return "transformers reads their tensor in another shape"
-    if tensor.shape[1] % of_kind.inputs:
-        return f"their {tensor.shape[1]} inputs are no multiple of {of_kind.inputs}, as blocks of {tensor.kind} are"
+    if tensor.shape[-1] % of_kind.inputs:
+        return f"their {tensor.shape[-1]} inputs are no multiple of {of_kind.inputs}, as blocks of {tensor.kind} are"
     try:
-        orders.of(tensor.name, tensor.shape)
+        if not tensor.experts_part:
+            orders.of(tensor.name, tensor.shape)
     except ValueError:
         return "transformers changes more of them than the order of rows"
     return ""
@@ -305,10 +358,9 @@ def _largest_obstacle(tensors: Sequence[PlacedTensor], obstacles: Mapping[str, s
     """The obstacle and the class of layers of most of the weights that cannot stay in blocks, with the first layer."""
     sizes, first = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
     for tensor in tensors:
-        name = tensor.place.rpartition(".")[0]
-        key = obstacles[tensor.place], type(model.get_submodule(name)).__name__
+        key = obstacles[tensor.name], type(model.get_submodule(tensor.layer)).__name__
         sizes[key] += tensor.numbers * (not tensor.is_kept)
-        first.setdefault(key, name)
+        first.setdefault(key, tensor.layer)
     ((key, _),) = sizes.most_common(1)
     return f"most of its weights would be dequantized, first of all those of {first[key]} ({key[1]}): {key[0]}"
 
@@ -317,7 +369,7 @@ def _tied(model: PreTrainedModel, layers: dict[str, str]) -> dict[str, str]:
     """The block type of an output layer that shares the embedding's blocks."""
     import torch
 
-    weights = {id(model.get_submodule(name).weight): kind for name, kind in layers.items()}
+    weights = {id(getattr(model.get_submodule(name), "weight", None)): kind for name, kind in layers.items()}
     return {
         name: weights[id(each.weight)]
         for name, each in model.named_modules()

@@ -8,6 +8,9 @@ at a time. A row's product does not depend on other rows, so `model.generate`, p
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -20,11 +23,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.kernels import block_formats, block_product, packed_product
-from lookahead.kernels.block_formats import FORMATS
+from lookahead.kernels import block_formats, block_product
 from lookahead.kernels.packed_product import PackedWeight
+from lookahead.loading.quantized_experts import QuantizedExperts
+from lookahead.loading.quantized_products import DTYPES, multiply, packed_weight
 
-_DTYPES = torch.float32, torch.bfloat16  # dtypes of rows that the kernel accepts
 _ROWS = 8  # of the embedding that shows what its class does
 
 
@@ -53,16 +56,9 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product with rows `[..., in_features]`, in their dtype."""
-        weights = f"weights of {FORMATS[self.kind].group.bits} bits"
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x must have rows of {self.in_features} numbers, got {x.shape[-1]}")
-        if x.device.type != "cpu" or self.weight.device.type != "cpu":
-            raise UnsupportedModelError(f"{weights} are multiplied on a CPU, got a tensor on {x.device}")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise UnsupportedModelError(f"{weights} have no gradient; call the model within torch.no_grad()")
-        rows = x if x.dtype in _DTYPES else x.float()
-        bias = None if self.bias is None else self.bias.to(rows.dtype)
-        return packed_product.multiply(self.packed(), rows, bias).to(x.dtype)
+        return multiply(x, self.weight, self.kind, self.out_features, self.bias)
 
     def packed(self) -> PackedWeight:
         """The weight in the form of `kernels.packed_product`.
@@ -70,13 +66,11 @@ class QuantizedLinear(nn.Module):
         Raises:
             UnsupportedModelError: The weight was unpickled, and has the layout of another CPU.
         """
-        if self.weight.shape[2] != packed_product.COLUMNS:
-            raise UnsupportedModelError("these weights are laid out for another CPU; load and quantize the model here")
-        return block_product.weight_of(self.weight, self.kind, self.out_features)
+        return packed_weight(self.weight, self.kind, self.out_features)
 
     def multiplies(self, dtype: torch.dtype) -> bool:
         """Whether the kernel accepts rows of a dtype, and the bias as it is."""
-        return dtype in _DTYPES and (self.bias is None or self.bias.dtype == dtype)
+        return dtype in DTYPES and (self.bias is None or self.bias.dtype == dtype)
 
 
 class QuantizedEmbedding(nn.Module):
@@ -129,7 +123,7 @@ def scale_of(embedding: nn.Embedding) -> float | None:
     try:
         with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
             small, ids = kind(_ROWS, _ROWS, 0, embed_scale=scale), torch.arange(_ROWS)
-            for dtype in _DTYPES:
+            for dtype in DTYPES:
                 rows = small.to(dtype).weight.copy_(torch.linspace(-1, 3, _ROWS**2).view(_ROWS, _ROWS))
                 if not torch.equal(small(ids), rows * torch.tensor(scale).to(dtype)):
                     raise ValueError("its rows are not those of its weight times its scale")
@@ -151,16 +145,41 @@ def replacement_of(layer: nn.Module) -> type[QuantizedLinear] | type[QuantizedEm
     return QuantizedEmbedding
 
 
-QUANTIZED_LAYERS = QuantizedLinear, QuantizedEmbedding
+QUANTIZED_LAYERS = QuantizedLinear, QuantizedEmbedding, QuantizedExperts
 """The layers with a `kind`, the format of their weights."""
+
+
+def casts_to_weight(module: nn.Module, path: str) -> bool:
+    """Whether the code around a layer casts numbers to the dtype of its weight, as T5's: blocks are whole numbers.
+
+    The methods of the modules that contain the layer count.
+    """
+    names = path.split(".")
+    around: list[Any] = [type(module.get_submodule(".".join(names[:depth]))) for depth in range(len(names))]
+    return any(_casts_to_weight(kind, names[-1]) for kind in around)
+
+
+@functools.cache
+def _casts_to_weight(kind: type, name: str) -> bool:
+    """Whether a method of a class reads `NAME.weight.dtype`."""
+    for base in kind.__mro__:
+        for method in vars(base).values():
+            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+            if code is not None and {name, "weight", "dtype"} <= {*code.co_names}:
+                loads = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_ATTR"]
+                if (name, "weight", "dtype") in zip(loads, loads[1:], loads[2:], strict=False):
+                    return True
+    return False
 
 
 def quantize_linears(module: nn.Module, kind_of: Callable[[nn.Linear], str]) -> int:
     """Round linear layers of a module in place to the format `kind_of(layer)`, unless empty; returns their number."""
     rounded: dict[nn.Module, QuantizedLinear] = {}  # for layers used in several places
-    for parent in list(module.modules()):
+    for path, parent in list(module.named_modules()):
         for name, layer in parent._modules.items():
-            if type(layer) is nn.Linear and (kind := kind_of(layer)):
+            if type(layer) is not nn.Linear or casts_to_weight(module, f"{path}.{name}".lstrip(".")):
+                continue
+            if kind := kind_of(layer):
                 try:
                     rounded[layer] = rounded.get(layer) or QuantizedLinear(layer, kind)
                 except ValueError as error:
@@ -171,16 +190,14 @@ def quantize_linears(module: nn.Module, kind_of: Callable[[nn.Linear], str]) -> 
 
 def weight_count(model: nn.Module) -> int:
     """Number of weights of a model. An element of a quantized parameter holds several."""
-    counts = {
-        id(layer.weight): layer.in_features * layer.out_features
-        for layer in model.modules()
-        if isinstance(layer, QuantizedLinear)
-    }
-    counts |= {
-        id(layer.weight): layer.num_embeddings * layer.embedding_dim
-        for layer in model.modules()
-        if isinstance(layer, QuantizedEmbedding)
-    }
+    counts = dict[int, int]()
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear):
+            counts[id(layer.weight)] = layer.in_features * layer.out_features
+        elif isinstance(layer, QuantizedEmbedding):
+            counts[id(layer.weight)] = layer.num_embeddings * layer.embedding_dim
+        elif isinstance(layer, QuantizedExperts):
+            counts |= {id(weight): layer.weights_of_a_part for weight in layer.parameters()}
     return sum(counts.get(id(weight), weight.numel()) for weight in model.parameters())
 
 
@@ -233,6 +250,12 @@ class _InferenceQuantizer(HfQuantizer):
         return False
 
 
+def _is_scaled_by_tie(model: PreTrainedModel) -> bool:
+    """Whether a model scales the input of its head if that shares the embedding's weight, as UMT5 does."""
+    code = inspect.unwrap(type(model).forward).__code__
+    return bool(model.config.tie_word_embeddings) and "tie_word_embeddings" in code.co_names
+
+
 @register_quantizer("lookahead_int8")
 @register_quantizer("lookahead_int4")
 class _Quantizer(_InferenceQuantizer):
@@ -242,9 +265,10 @@ class _Quantizer(_InferenceQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         head, kind = model.get_output_embeddings(), self.quantization_config.kind
-        if not quantize_linears(model, lambda layer: "int8" if layer is head else kind):
+        of_head = "" if _is_scaled_by_tie(model) else "int8"
+        if not quantize_linears(model, lambda layer: of_head if layer is head else kind):
             raise UnsupportedModelError(f"{type(model).__name__} has no linear layers to quantize")
-        for config in (model.config, model.config.get_text_config()):
+        for config in (model.config, model.config.get_text_config()) if of_head else ():
             config.tie_word_embeddings = False  # the embedding is not quantized
         return model.requires_grad_(False)
 
@@ -254,7 +278,7 @@ class BlockConfig(QuantizationConfigMixin):
     """The argument `quantization_config` of `from_pretrained` for weights in the blocks of a GGUF file.
 
     Args:
-        kinds: Formats by layer name.
+        kinds: Formats by layer name; the three of the parts of experts with slashes.
         dequantized: Other formats, whose tensors are dequantized.
     """
 
@@ -272,6 +296,9 @@ class _BlockQuantizer(_InferenceQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name, kind in self.quantization_config.kinds.items():
             layer = cast(Any, model.get_submodule(name))
+            if len(parts := kind.split("/")) > 1:
+                model.set_submodule(name, QuantizedExperts(layer, parts))
+                continue
             shape = block_formats.packed_shape(kind, *layer.weight.shape)
             weight = nn.Parameter(torch.empty(shape, dtype=torch.int32, device="meta"), requires_grad=False)
             replacement = QuantizedLinear if type(layer) is nn.Linear else QuantizedEmbedding

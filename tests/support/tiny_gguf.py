@@ -23,6 +23,7 @@ BLOCKS = {
 NORMS = {  # of a block, by architecture
     "gemma2": ("attn", "post_attention", "ffn", "post_ffw"),
     "gemma3": ("attn", "post_attention", "ffn", "post_ffw", "attn_q", "attn_k"),
+    "qwen3moe": ("attn", "ffn", "attn_q", "attn_k"),
 }
 _ZERO = {"Q4_1": -8, "Q5_1": -16, "Q4_K": 8, "Q5_K": 16}  # a minimum in steps, for weights around 0
 
@@ -81,7 +82,7 @@ def write_gguf(
     writer.add_key_length(size // 2)
     writer.add_value_length(size // 2)
     writer.add_sliding_window(16)
-    heads = ("token_embd",) if architecture in NORMS else ("token_embd", "output")
+    heads = ("token_embd",) if architecture.startswith("gemma") else ("token_embd", "output")
     shapes: dict[str, tuple[int, int]] = dict.fromkeys(heads, (len(WORDS), size))
     for block in (f"blk.{i}." for i in range(depth)):
         shapes |= {f"{block}attn_{each}": (size, size) for each in ("q", "k", "v", "output")}
