@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,69 +27,11 @@ from lookahead.kernels.block_formats import (
     TABLE_UNIT,
     THREE_HALVES,
 )
-from lookahead.kernels.block_tiles import BYTES_OF, ROW_STEPS, BlockKernel, Group, tile_of_blocks
-from lookahead.kernels.jobs import claim_part
+from lookahead.kernels.block_rows import round_floats, round_halves
+from lookahead.kernels.block_tiles import BlockKernel, Group, tile_of_blocks
 from lookahead.kernels.microkernel import FEATURES, LANES, ROWS
 from lookahead.kernels.packed_product import PackedWeight, multiplying
-from lookahead.kernels.scalars import jit_part, widen
-from lookahead.utils.addresses import array_at
-
-_LARGEST = 127  # largest number of a rounded row
-_F = np.float32
-_SMALLEST = _F(1e-30)  # blocks with no larger number are rounded to zeros
-
-
-def _round_floats(address: Any) -> None:
-    _round(address, np.float32)
-
-
-def _round_halves(address: Any) -> None:
-    _round(address, np.uint16)
-
-
-@jit_part
-def _round(address, number):
-    """Round rows. Numbers beyond the last input are zeros."""
-    _, rows, x_at, out_at, inputs, length, size = array_at(address, (7,), np.int64)
-    x, out = array_at(x_at, (rows, inputs), number), array_at(out_at, (rows, length), np.int32)
-    line, words = np.zeros(size, np.float32), size // BYTES_OF + ROW_STEPS
-    row = claim_part(address)
-    while row < rows:
-        for block in range(length // words):
-            own, count = out[row, block * words : (block + 1) * words], min(size, inputs - block * size)
-            for i in range(count):
-                line[i] = widen(x[row, block * size + i])
-            line[max(0, count) :] = _F(0.0)
-            if size == 64:  # constants become vector instructions
-                _round_block(line, own, 64)
-            else:
-                _round_block(line, own, 32)
-        row = claim_part(address)
-
-
-@jit_part
-def _round_block(line, out, size):
-    """Round a block; after its words follow the sums of its halves, its scale, and that times both sums.
-
-    A number that is not finite makes the scale, and so every product, not finite.
-    """
-    bits, highest, words = line.view(np.int32), np.int32(0), size // BYTES_OF
-    for i in range(size):
-        highest = max(highest, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
-    largest, numbers = np.int32(highest).view(np.float32), out.view(np.int8)
-    factor = _F(_LARGEST) / largest if _SMALLEST < largest < np.inf else _F(0.0)
-    for i in range(size):
-        numbers[i] = np.int8(np.int32(np.rint(line[i] * factor)) if factor > 0 else np.int32(0))
-    whole = np.int32(0)
-    for half in range(2):
-        total = np.int32(0)
-        for i in range(size // 2):
-            total = np.int32(total + numbers[half * (size // 2) + i])
-        out[words + half], whole = total, np.int32(whole + total)
-    steps = out.view(np.float32)
-    steps[words + 2] = largest / _F(_LARGEST)
-    steps[words + 3] = _F(whole) * steps[words + 2]
-
+from lookahead.kernels.scalars import jit_part
 
 _TILE_OF_FOUR = tile_of_blocks(FOUR)
 _TILE_OF_FIVE = tile_of_blocks(FIVE)
@@ -166,8 +107,8 @@ def _kernel(group: Group, add: Callable[..., None]) -> BlockKernel:
     tiling = ROWS, 6 if group.bits == 8 and LANES == 16 else 2, 1
     numbers = (torch.float32, np.float32), (torch.bfloat16, np.uint16)
     multiply = {dtype: multiplying((np.int32, np.int32, number), add, tiling) for dtype, number in numbers}
-    prepare = {torch.float32: _round_floats, torch.bfloat16: _round_halves}
-    return BlockKernel(group.lines, group.row_words, prepare, multiply)
+    prepare = {torch.float32: round_floats, torch.bfloat16: round_halves}
+    return BlockKernel(group, prepare, multiply)
 
 
 _KERNELS = {

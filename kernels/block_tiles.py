@@ -15,6 +15,7 @@ from numba import types
 
 from lookahead.kernels.microkernel import (
     BYTES,
+    CACHE_LINE,
     FUSED,
     LANES,
     PAIRS,
@@ -34,9 +35,12 @@ from lookahead.kernels.microkernel import (
 from lookahead.kernels.scalars import to_intrinsic
 
 BYTES_OF = 4  # bytes per column in a line, and numbers per word of a row
-# Words that follow those of a block of a row: the sums of its halves, and as float32 the scale, and it times both sums.
+# Words that follow those of a block of a row: what sums of parts begin with, which is what is subtracted from weights
+# times the sum of the part; and as float32 the scale, and it times the sum of the block.
 ROW_STEPS = 4
 _REGISTERS = 2  # of columns
+_COLUMNS = _REGISTERS * LANES  # of a panel
+_MOST_SUMS = 28 if LANES == 16 else 12  # sums that are kept in registers
 _HALF, _BYTE = ir.HalfType(), ir.IntType(8)
 _I32 = ir.IntType(32)
 # Products of a row's byte and a number of this many bits fit int16 if this many words are added.
@@ -75,13 +79,18 @@ class Group(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Words of a block, and of a block of a row without its steps."""
+        """Words of the numbers of a block."""
         return self.size // BYTES_OF
 
     @property
     def row_words(self) -> int:
-        """Words of a prepared row for a group."""
-        return self.blocks * (self.words + ROW_STEPS)
+        """Words of a block of a row."""
+        return self.words + ROW_STEPS
+
+    @property
+    def parts(self) -> int:
+        """Parts of a block with scales of their own."""
+        return 2 if self.steps == "halves" else 1
 
     @property
     def main(self) -> int:
@@ -102,8 +111,7 @@ class Group(NamedTuple):
 class BlockKernel(NamedTuple):
     """The multiplication of weights in such groups, made by `kernels.block_product`."""
 
-    lines: int  # of a group
-    words: int  # int32 of a prepared row for a group
+    group: Group
     prepare: dict[Any, Any]  # job function that prepares rows, by their dtype
     multiply: dict[Any, Any]  # job function that multiplies them
 
@@ -111,10 +119,10 @@ class BlockKernel(NamedTuple):
 def tile_of_blocks(group: Group) -> Any:
     """An intrinsic: some rows times two registers of columns, over groups of blocks.
 
-    It takes the rows, int32, with the index of the first and the step between rows; the weight, int32, with the index
-    of the first group, the step between lines, and the prefetch arguments of `tile_of`; the output matrix, float32,
-    with the index of the first row and the step between rows, to which it adds; the number of rows; and the number of
-    lines, of at least one group.
+    It takes the rows, int32, with the index of the first block of the first row and the step between its blocks; the
+    weight, int32, with the index of the first group, the step between lines, and the prefetch arguments of `tile_of`;
+    the output matrix, float32, with the index of the first row and the step between rows, to which it adds; the number
+    of rows; and the number of lines, of at least one group. Equal blocks of rows are next to each other.
     """
 
     @to_intrinsic
@@ -123,13 +131,15 @@ def tile_of_blocks(group: Group) -> Any:
             *operands, asked, lines = values
             groups = builder.sdiv(lines, WHOLE(group.lines))
             matrices = matrices_of(target, builder, signature, operands)
+            builder.function.attributes.add("noinline")  # its caller needs no registers meanwhile
+            builder.function.attributes.alignstack = CACHE_LINE  # spilled registers cross no cache line
             done = builder.append_basic_block("done")
             choice = builder.switch(asked, done)
             for count in range(1, ROWS + 1):
                 case = builder.append_basic_block("rows")
                 choice.add_case(WHOLE(count), case)
                 builder.position_at_end(case)
-                _emit_groups(builder, group, count, matrices, groups)
+                _emit_tile(builder, group, count, matrices, groups)
                 builder.branch(done)
             builder.position_at_end(done)
             return target.get_dummy_value()
@@ -139,31 +149,46 @@ def tile_of_blocks(group: Group) -> Any:
     return tile
 
 
-class _Lines:
-    """The lines of a group. The line ahead of one is prefetched when it is first used, as tiles of other weights do."""
+def _emit_tile(builder: Any, group: Group, count: int, matrices: Any, groups: Any) -> None:
+    """Emit the product of a number of rows, for both registers of columns at once if there are registers for all sums.
 
-    def __init__(self, builder: Any, matrix: Sequence[Any], number: Any, count: int) -> None:
-        (self._panel, begin, self._step, *_), self._matrix, self._builder = matrix, matrix, builder
-        self._number = builder.mul(number, WHOLE(count))  # of the first line
-        self._first = builder.add(begin, builder.mul(self._number, self._step))
-        self._places = dict[int, Any]()
+    A second loop reads the rows once more, and a spilled sum is stored and loaded for every block.
+    """
+    at_once = _REGISTERS if count * _REGISTERS * (1 + group.parts) <= _MOST_SUMS else 1
+    for first in range(0, _REGISTERS, at_once):
+        _emit_groups(builder, group, count, range(first, first + at_once), matrices, groups)
+
+
+class _Lines:
+    """Registers of the lines of a group. The cache line ahead of one is prefetched when it is first used."""
+
+    def __init__(self, builder: Any, matrix: Sequence[Any], group: Any, count: int, registers: range) -> None:
+        (self._panel, begin, *_), self._matrix, self._builder = matrix, matrix, builder
+        self._number, self.own = builder.mul(group, WHOLE(count)), registers
+        self._first = builder.add(begin, builder.mul(self._number, WHOLE(_COLUMNS)))
         self._loaded = dict[int, list[Any]]()
+        self._fetched = set[int]()
 
     def _at(self, line: int) -> Any:
         """The index of a line."""
-        if line not in self._places:
-            builder = self._builder
-            emit_fetch(builder, self._matrix, builder.add(self._number, WHOLE(line)), _REGISTERS)
-            self._places[line] = builder.add(self._first, builder.mul(self._step, WHOLE(line)))
-        return self._places[line]
+        builder, per_line = self._builder, _COLUMNS * BYTES_OF // CACHE_LINE
+        if line not in self._fetched:
+            first = builder.mul(builder.add(self._number, WHOLE(line)), WHOLE(per_line))
+            starts = [divmod(register * per_line, _REGISTERS) for register in self.own]
+            for number in [number for number, rest in starts if not rest]:
+                emit_fetch(builder, self._matrix, builder.add(first, WHOLE(number)))
+            self._fetched.add(line)
+        return builder.add(self._first, WHOLE(line * _COLUMNS))
 
     def registers(self, line: int) -> list[Any]:
         """The registers of a line."""
         if line not in self._loaded:
             at, builder = self._at(line), self._builder
-            places = [builder.add(at, WHOLE(register * LANES)) for register in range(_REGISTERS)]
+            places = [builder.add(at, WHOLE(register * LANES)) for register in self.own]
             places = [vector_at(builder, self._panel, place, PAIRS) for place in places]
             self._loaded[line] = [builder.load(place, align=4) for place in places]
+            # An empty statement that no load is moved across: the CPU's prefetcher expects lines in order.
+            builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
         return self._loaded[line]
 
     def steps(self, line: int, part: int, kind: Any, signed: bool = False) -> list[Any]:
@@ -171,7 +196,7 @@ class _Lines:
         builder = self._builder
         numbers = builder.bitcast(builder.gep(self._panel, [self._at(line)]), kind.as_pointer())
         lanes, registers = ir.VectorType(kind, LANES), []
-        for register in range(_REGISTERS):
+        for register in self.own:
             place = vector_at(builder, numbers, WHOLE((part * _REGISTERS + register) * LANES), lanes)
             loaded = builder.load(place, align=1)
             if kind == _BYTE:
@@ -182,13 +207,13 @@ class _Lines:
         return registers
 
 
-def _emit_groups(builder: Any, group: Group, count: int, matrices: Any, groups: Any) -> None:
-    """Emit a loop over groups that adds their sums to the output."""
-    (left, at, row_step), panel, (out, to, out_step) = matrices
+def _emit_groups(builder: Any, group: Group, count: int, registers: range, matrices: Any, groups: Any) -> None:
+    """Emit a loop over groups that adds their sums, for some registers of columns, to the output."""
+    (left, at, step), panel, (out, to, out_step) = matrices
     columns = [
         builder.add(to, builder.add(builder.mul(out_step, WHOLE(row)), WHOLE(register * LANES)))
         for row in range(count)
-        for register in range(_REGISTERS)
+        for register in registers
     ]
     places = [vector_at(builder, out, column) for column in columns]
     begun = [builder.load(place, align=4) for place in places]
@@ -196,15 +221,15 @@ def _emit_groups(builder: Any, group: Group, count: int, matrices: Any, groups: 
     builder.branch(loop)
     builder.position_at_end(loop)
     number, held = builder.phi(WHOLE), [builder.phi(VECTOR) for _ in begun]
-    place = builder.add(at, builder.mul(number, WHOLE(group.row_words)))
-    first = [builder.gep(left, [builder.add(place, builder.mul(row_step, WHOLE(row)))]) for row in range(count)]
-    lines, totals = _Lines(builder, panel, number, group.lines), list[Any](held)
+    lines, totals = _Lines(builder, panel, number, group.lines, registers), list[Any](held)
     for block in range(group.blocks):
-        rows = [builder.gep(row, [WHOLE((group.words + ROW_STEPS) * block)]) for row in first]
+        place = builder.add(builder.mul(number, WHOLE(group.blocks)), WHOLE(block))
+        first = builder.gep(left, [builder.add(at, builder.mul(place, step))])
+        rows = [builder.gep(first, [WHOLE(group.row_words * row)]) for row in range(count)]
         sums = _emit_sums(builder, group, block, rows, lines)
         steps, offsets = _STEPS[group.steps](builder, group, block, lines)
         for i, total in enumerate(totals):
-            row, register = divmod(i, _REGISTERS)
+            row, register = divmod(i, len(registers))
             products = [part[row][register] for part in sums], [part[register] for part in steps]
             ends = builder.gep(rows[row], [WHOLE(group.words)])
             totals[i] = _added(builder, total, ends, *products, offsets and offsets[register])
@@ -244,17 +269,17 @@ def _word(builder: Any, row: Any, place: int) -> Any:
 
 def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], lines: _Lines) -> list[list[list[Any]]]:
     """The sums of products over a block, or over its halves if these have scales: `[parts][rows][registers]`."""
-    zero, parts, sums = ir.Constant(PAIRS, None), 2 if group.steps == "halves" else 1, []
+    zero, sums, count = ir.Constant(PAIRS, None), [], len(lines.own)
     has_dot = has_dot_of_bytes()
     is_signed = group.zero == _SIGN
     adds_shorts = not (has_dot or is_signed)
-    for part in range(parts):
-        totals = [[zero] * _REGISTERS for _ in rows]
+    for part in range(group.parts):
+        begun = [zero] * len(rows)
         if group.zero and (has_dot or not is_signed):
-            halves = (part,) if parts == 2 else (0, 1)
-            totals = [[_offset(builder, group, row, halves)] * _REGISTERS for row in rows]
-        shorts: list[list[Any]] = [[None] * _REGISTERS for _ in rows]
-        words = range(part * group.words // parts, (part + 1) * group.words // parts)
+            begun = [spread(builder, _word(builder, row, group.words + part)) for row in rows]
+        totals = [[each] * count for each in begun]
+        shorts: list[list[Any]] = [[None] * count for _ in rows]
+        words = range(part * group.words // group.parts, (part + 1) * group.words // group.parts)
         for word in words:
             weights = _emit_word(builder, group, block, word, lines)
             for row, address in enumerate(rows):
@@ -274,14 +299,6 @@ def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], lines: _
     return sums
 
 
-def _offset(builder: Any, group: Group, row: Any, halves: Sequence[int]) -> Any:
-    """The sum of halves of a block of a row, times what is subtracted from its weights, in every lane."""
-    total = _word(builder, row, group.words + halves[0])
-    for half in halves[1:]:
-        total = builder.add(total, _word(builder, row, group.words + half))
-    return spread(builder, builder.mul(total, _I32(-group.zero)))
-
-
 def _emit_word(builder: Any, group: Group, block: int, word: int, lines: _Lines) -> list[Any]:
     """Unpack four numbers of every column to bytes."""
     if group.bits == 8:
@@ -289,7 +306,7 @@ def _emit_word(builder: Any, group: Group, block: int, word: int, lines: _Lines)
     unpacked = []
     upper = group.blocks * group.main + block * group.upper
     place = word if group.bits == 5 else word % 4 * 2  # of the upper bits in each byte
-    above: Sequence[Any] = [None] * _REGISTERS
+    above: Sequence[Any] = [None] * len(lines.own)
     if group.upper:
         above = lines.registers(upper + (word // 4 if group.bits == 6 else 0))
     for line, bits in zip(lines.registers(block * group.main + word // 2), above, strict=True):

@@ -126,13 +126,12 @@ def _load_line(tile: _Tile, term: Any) -> list[Any]:
     return [builder.load(place, align=4) for place in places]
 
 
-def emit_fetch(builder: Any, matrix: Sequence[Any], line: Any, registers: int) -> None:
-    """Prefetch, for a line of registers of a right matrix as in `tile_of`, the one ahead into a farther cache."""
+def emit_fetch(builder: Any, matrix: Sequence[Any], number: Any) -> None:
+    """Prefetch, for a cache line of a right matrix as in `tile_of`, the one ahead into a farther cache."""
     array, _, _, *ahead = matrix
-    lines = registers * LANES * 4 // CACHE_LINE
-    for i in range(lines if ahead else 0):
+    if ahead:
         start = builder.bitcast(builder.gep(array, ahead[:1]), ir.IntType(8).as_pointer())
-        place = builder.gep(start, [builder.mul(builder.add(builder.mul(line, WHOLE(lines)), WHOLE(i)), ahead[1])])
+        place = builder.gep(start, [builder.mul(number, ahead[1])])
         call(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *map(ir.IntType(32), (0, 2, 1)))
 
 
@@ -276,8 +275,9 @@ def _emit_terms(tile: _Tile, begun: list[Any], first: Any = _START, parts: Seque
     def add_terms(turn: Any, sums: list[Any]) -> list[Any]:
         start = builder.add(first, builder.mul(turn, WHOLE(together)))
         terms = [builder.add(start, WHOLE(i)) for i in range(together)]
-        if 0 in parts:
-            emit_fetch(builder, tile.right, start, tile.registers)
+        lines = tile.registers * LANES * 4 // CACHE_LINE
+        for i in range(lines if 0 in parts else 0):
+            emit_fetch(builder, tile.right, builder.add(builder.mul(start, WHOLE(lines)), WHOLE(i)))
         columns = list(zip(*(_load_line(tile, term) for term in terms), strict=True))
         grown = list(sums)
         for i, (part, row) in enumerate(product(parts, tile.rows)):
@@ -357,3 +357,40 @@ def transpose(context: Any, source: Any, out: Any) -> Any:
         return target.get_dummy_value()
 
     return types.void(source, out), emit
+
+
+@to_intrinsic
+def store_rows(context: Any, sums: Any, out: Any, rows: Any) -> Any:
+    """Copy rows of two registers of float32 to rows of a matrix of float32, or of bfloat16 held as int16 or uint16.
+
+    It takes arrays, each with the index of the first element and the step between rows; and the number of rows.
+    """
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        (sums, at, step), (out, to, out_step) = matrices_of(target, builder, signature, values[:2])
+        kind = ir.VectorType(out.type.pointee, LANES)
+
+        def store_row(row: Any, _: list[Any]) -> list[Any]:
+            first, place = (
+                builder.add(begin, builder.mul(row, apart)) for begin, apart in ((at, step), (to, out_step))
+            )
+            for lane in (0, LANES):
+                line = builder.load(vector_at(builder, sums, builder.add(first, WHOLE(lane))), align=4)
+                line = line if kind == VECTOR else _to_halves(builder, line)
+                builder.store(line, vector_at(builder, out, builder.add(place, WHOLE(lane)), kind), align=2)
+            return []
+
+        emit_loop(builder, values[2], [], store_row)
+        return target.get_dummy_value()
+
+    return types.void(sums, out, rows), emit
+
+
+def _to_halves(builder: Any, numbers: Any) -> Any:
+    """Float32 rounded to the nearest bfloat16, ties to even, as int16."""
+    bits, sixteen = builder.bitcast(numbers, PAIRS), ir.Constant(PAIRS, [16] * LANES)
+    odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(PAIRS, [1] * LANES))
+    nearest = builder.lshr(builder.add(builder.add(bits, ir.Constant(PAIRS, [0x7FFF] * LANES)), odd), sixteen)
+    is_number = builder.fcmp_ordered("==", numbers, numbers)
+    nearest = builder.select(is_number, nearest, ir.Constant(PAIRS, [0x7FC0] * LANES))
+    return builder.trunc(nearest, ir.VectorType(ir.IntType(16), LANES))

@@ -23,13 +23,13 @@ from torch import Tensor
 from lookahead.kernels.block_tiles import BlockKernel
 from lookahead.kernels.jobs import Job, claim_part, run
 from lookahead.kernels.large_pages import zeros
-from lookahead.kernels.microkernel import CACHE_LINE, FEATURES, HALVES, LANES, MOST_ROWS, tile_of, transpose
+from lookahead.kernels.microkernel import CACHE_LINE, FEATURES, HALVES, LANES, MOST_ROWS, store_rows, tile_of, transpose
 from lookahead.kernels.scalars import jit_part, narrow, widen
 from lookahead.utils.addresses import array_at
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight per part of a job
-_SHARED, _EACH = 9, 5  # numbers that a call of the kernel receives, and numbers of each weight
+_SHARED, _EACH = 10, 5  # numbers that a call of the kernel receives, and numbers of each weight
 _HAS_DOT = bool(FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
 _SUMS = 2 * HALVES  # sums per row and output in bfloat16 with AVX2
 _AT_ONCE = 512  # approximate lines of a quantized panel that are multiplied at a time
@@ -67,7 +67,7 @@ class PackedWeight(NamedTuple):
         panels, terms, _ = packed.shape
         prepared = 2 * terms if packed.dtype == torch.bfloat16 else 0
         if kernel:
-            prepared = terms // kernel.lines * kernel.words
+            prepared = terms // kernel.group.lines * kernel.group.blocks * kernel.group.row_words
         return cls(packed, outputs, block, panels, terms, max(1, _PART * panels // packed.nbytes), kernel, prepared)
 
 
@@ -149,15 +149,18 @@ def product(
     packed, _, block, _, terms, together, kernel, prepared_length = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()
     rows, left, length = x.numel() // inputs, x, terms
-    lines = numbers = block * terms // inputs  # of a panel at a time, and elements of a row for them
+    lines = numbers = block * terms // inputs  # of a panel at a time, and elements of the rows for them
+    step = length  # between rows of one tile, or between blocks of a row
     if prepared is not None and prepared_length:
-        left, length = prepared, prepared_length
-        prepare, lines = _order_halves, terms  # all at a time
+        of_rows, left = [x.data_ptr(), prepared.data_ptr(), inputs, prepared_length, block], prepared
+        prepare, length, step, lines = _order_halves, prepared_length, prepared_length, terms  # all at a time
         if kernel:
-            prepare = kernel.prepare[x.dtype]
-            lines, numbers = (_AT_ONCE // kernel.lines * each for each in (kernel.lines, kernel.words))
-        jobs.append((prepare, rows, (x.data_ptr(), left.data_ptr(), inputs, length, block), (x, left)))
-    of_job, parts = [left.data_ptr(), rows, length, terms, lines, numbers, together], 0
+            group, prepare, at_once = kernel.group, kernel.prepare[x.dtype], _AT_ONCE // kernel.group.lines
+            of_rows += group.zero, group.parts
+            length, step, lines = group.row_words, rows * group.row_words, at_once * group.lines
+            numbers = at_once * group.blocks * step
+        jobs.append((prepare, rows, of_rows, (x, left)))
+    of_job, parts = [left.data_ptr(), rows, length, step, terms, lines, numbers, together], 0
     for each, bias, out in zip(weights, biases, outs, strict=True):
         places = each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
         of_job += (*places, each.panels, each.outputs)
@@ -217,10 +220,11 @@ def _multiply(address, left, kind, number, add, tiling):
     Source of tiles whose right matrix stays in a cache: Goto, van de Geijn 2008, "Anatomy of High-Performance Matrix
     Multiplication", §4.
     """
-    _, parts, x_at, rows, length, terms, lines, numbers, together = array_at(address, (_SHARED,), np.int64)
-    x, sums = array_at(x_at, (rows * length,), left), np.empty(rows * COLUMNS, np.float32)
+    _, parts, x_at, rows, length, step, terms, lines, numbers, together = array_at(address, (_SHARED,), np.int64)
+    x, sums = array_at(x_at, (rows * step,), left), np.empty(rows * COLUMNS, np.float32)
     most, fetched, fewest = tiling
     tiles = max(-(-rows // most), fewest if rows >= fetched else 1)
+    share = -(-CACHE_LINE // tiles)
     part = claim_part(address)
     while part < parts:
         of, own = address + 8 * _SHARED, part
@@ -229,37 +233,35 @@ def _multiply(address, left, kind, number, add, tiling):
             own, of = own - (panels + together - 1) // together, of + 8 * _EACH
             packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
         packed = array_at(packed_at, (panels * terms * COLUMNS,), kind)
-        out, bias = array_at(out_at, (rows, outputs), number), array_at(bias_at, (outputs,), number)
+        out, bias = array_at(out_at, (rows * outputs,), number), array_at(bias_at, (outputs,), number)
         for panel in range(own * together, min(panels, (own + 1) * together)):
-            sums[:] = -0.0  # neutral: adding any number, even -0, gives that number
+            sums[:], at = -0.0, 0  # neutral: adding any number, even -0, gives that number
             for line in range(0, terms, lines):
-                count, place = min(lines, terms - line), (panel * terms + line) * COLUMNS
+                count, place, end = min(lines, terms - line), (panel * terms + line) * COLUMNS, 0
                 for tile in range(tiles):
-                    first, end = rows * tile // tiles, rows * (tile + 1) // tiles
-                    at, ahead, step = first * length + line // lines * numbers, place, 0
+                    first, end, ahead, apart = end, rows * (tile + 1) // tiles, place, 0
                     if rows >= fetched:  # fetching a line twice costs less than missing one
-                        ahead, step = place + (lines + count * tile // tiles) * COLUMNS, -(-CACHE_LINE // tiles)
-                    right, to = (packed, place, COLUMNS, ahead, step), (sums, first * COLUMNS, COLUMNS)
-                    add((x, at, length), right, to, end - first, count)
-            begin = panel * COLUMNS
-            count = min(COLUMNS, outputs - begin)
-            for row in range(rows):
-                sum_of, own_bias = sums[row * COLUMNS : row * COLUMNS + count], bias[begin : begin + count]
-                for i in range(count if bias_at else 0):
-                    sum_of[i] += widen(own_bias[i])
-                _store(sum_of, out[row, begin : begin + count])
+                        ahead, apart = place + (lines + count * tile // tiles) * COLUMNS, share
+                    right, to = (packed, place, COLUMNS, ahead, apart), (sums, first * COLUMNS, COLUMNS)
+                    add((x, at + first * length, step), right, to, end - first, count)
+                at += numbers
+            _store(sums, bias, bias_at != 0, out, rows, panel * COLUMNS, outputs)
         part = claim_part(address)
 
 
 @jit_part
-def _store(line, out):
-    """Copy a row of a panel to its place, rounded. A constant count compiles to vector instructions."""
-    if len(line) == COLUMNS:
-        for i in range(COLUMNS):
-            out[i] = narrow(line[i], out[0])
+def _store(sums, bias, has_bias, out, rows, begin, outputs):
+    """Add a bias to the sums of a panel, and store them at their places, rounded."""
+    count = min(COLUMNS, outputs - begin)
+    for row in range(rows if has_bias else 0):
+        for i in range(count):
+            sums[row * COLUMNS + i] += widen(bias[begin + i])
+    if count == COLUMNS:
+        store_rows((sums, 0, COLUMNS), (out, begin, outputs), rows)
     else:
-        for i in range(len(line)):
-            out[i] = narrow(line[i], out[0])
+        for row in range(rows):
+            for i in range(count):
+                out[row * outputs + begin + i] = narrow(sums[row * COLUMNS + i], out[0])
 
 
 # By the dtypes of a packed weight and of rows.

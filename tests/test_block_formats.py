@@ -26,6 +26,7 @@ from lookahead.cli.app import app
 from lookahead.errors import ConfigError, HeadsError, UnsupportedModelError
 from lookahead.kernels import block_formats, block_product, microkernel, packed_product
 from lookahead.kernels.block_formats import FORMATS
+from lookahead.kernels.block_rows import round_floats
 from lookahead.kernels.block_tiles import tile_of_blocks
 from lookahead.kernels.jobs import run
 from lookahead.loading import gguf_files
@@ -145,8 +146,9 @@ def test_the_largest_numbers_of_a_type_are_added_exactly(kind: str) -> None:
 def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     group, rows, columns = FORMATS[kind].group, microkernel.ROWS, packed_product.COLUMNS
     words, lines, x = group.row_words, group.lines, torch.randn(rows, group.blocks * group.size)
-    prepared = torch.empty(rows * words, dtype=torch.int32)
-    run((block_product._round_floats, rows, (x.data_ptr(), prepared.data_ptr(), *x.shape[1:], words, group.size), x))
+    prepared = torch.empty(rows * group.blocks * words, dtype=torch.int32)
+    numbers = *x.shape[1:], group.blocks * words, group.size, group.zero, group.parts
+    run((round_floats, rows, (x.data_ptr(), prepared.data_ptr(), *numbers), x))
     weight = np.random.default_rng(0).integers(0, 256, (lines, 4 * columns), dtype=np.uint8)
     if group.bits == 8:  # no weight is -128
         weight[: group.main] |= 1
@@ -159,7 +161,7 @@ def test_a_cpu_without_dot_products_of_bytes_computes_the_same_bits(kind: str, m
 
         @numba.njit
         def product(left, right, out, tile=tile):
-            tile((left, 0, words), (right, 0, columns), (out, 0, columns), rows, lines)
+            tile((left, 0, rows * words), (right, 0, columns), (out, 0, columns), rows, lines)
 
         products.append(np.ones(rows * columns, np.float32))
         product(prepared.numpy(), weight.ravel().view(np.int32), products[-1])

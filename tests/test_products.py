@@ -241,7 +241,7 @@ def assembly_for_arm(kind: str | Group, rows: int, features: str) -> str:
     row, line = [whole(each) for each in (0, 576, 1)], [whole(each) for each in (0, columns, 512 * columns, 64)]
     to = out, whole(0), whole(columns)
     if isinstance(kind, Group):
-        block_tiles._emit_groups(builder, kind, rows, ((x, *row[:2]), (weight, *line), to), terms)
+        block_tiles._emit_tile(builder, kind, rows, ((x, *row[:2]), (weight, *line), to), terms)
     else:
         microkernel.emit_tile(builder, kind, (rows, 2), ((x, *row), (weight, *line), to, terms))
     builder.ret_void()
