@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Lfm2Config, PreTrainedModel, Qwen3_5TextConfig
 
 from bench.command import in_turn, make_engine, parser_of, publish, seconds_of, setting_of, stay_on_cores, timer_of
 from lookahead import LookaheadConfig
@@ -33,7 +33,12 @@ FAMILIES: dict[str, Any] = {
         Qwen3_5TextConfig,
         **{**_QWEN, "vocab_size": 248_320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24},
         **{"num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16},
-    )
+    ),
+    "lfm2-350m": partial(
+        Lfm2Config,
+        **{"vocab_size": 65_536, "hidden_size": 1024, "intermediate_size": 6656, "num_hidden_layers": 16},
+        **{"num_attention_heads": 16, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    ),
 }
 TREES = ((1, 0), (4, 3), (8, 3), (8, 7), (16, 6), (16, 15))  # nodes, and depth
 _RIGHT = 0.9  # probability of a right token: 8 tokens per pass at 16 nodes

@@ -171,6 +171,20 @@ def test_code_that_replaces_a_function_of_the_layers_is_seen(monkeypatch: pytest
     assert not find_mixers(model)
 
 
+def test_code_that_is_replaced_between_passes_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, own, calls = backend_for(built("Qwen3_5", SINGLE), rows=1, capacity=16), qwen.causal_conv1d_update, []
+    tree = TokenTree.from_parents([5, 9, 31], [0, 0, 1])
+    with backend.serving():
+        backend.read([np.array([5, 9, 31], np.int32)])
+        backend.commit(0, ROOT)
+        assert not backend.has_changed()
+        expected = backend.score([tree])
+        monkeypatch.setattr(qwen, "causal_conv1d_update", lambda *given: calls.append(given) or own(*given))
+        assert backend.has_changed()
+        torch.testing.assert_close(backend.score([tree]), expected, rtol=1e-3, atol=1e-3)
+    assert len(calls) == 3  # depths
+
+
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
 def test_kernels_that_differ_from_the_layers_are_not_used(dtype: torch.dtype) -> None:
     model, other = built("Qwen3_5", dtype), built("Qwen3_5", dtype)

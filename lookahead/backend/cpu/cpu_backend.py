@@ -36,6 +36,7 @@ class CpuParts(NamedTuple):
     linears: LinearScope
     whole: WholePass | str  # or why passes are not one call
     forwards: list[tuple[nn.Module, None, Callable[..., Any]]]  # for `patched_attribute`
+    mixers: dict[nn.Module, MixTrees]  # recurrent modules
 
     @classmethod
     def of(cls, model: Any, served: nn.Module, *, packs: bool, has_trees: bool) -> CpuParts:
@@ -58,7 +59,8 @@ class CpuParts(NamedTuple):
         whole: WholePass | str = "it verifies chains, by its own masks"
         if has_trees:
             whole = whole_pass(served, fused, linears, state_of(model).threads)
-        return cls(fused, linears, whole, [*fused.forwards, *linears.forwards()])
+        mixers = find_mixers(model) if served is model else {}
+        return cls(fused, linears, whole, [*fused.forwards, *linears.forwards()], mixers)
 
 
 class CpuBackend(TorchBackend):
@@ -103,7 +105,9 @@ class CpuBackend(TorchBackend):
 
     def _measured_mixing(self, model: PreTrainedModel) -> Mixing:
         """How the recurrent layers of a model run, compared once for its weights."""
-        has_kernels, is_half = bool(self._found_mixers()), self._keeps(BitPolicy.SOLO)
+        plan, is_half = plan_of(model), self._keeps(BitPolicy.SOLO)
+        found = {} if self._why_apart else plan.part("mixers", plan.form, partial(find_mixers, model))
+        has_kernels = bool(found)
         if not (has_kernels or is_half):
             return Mixing()
         name = f"mixers, {torch.get_num_threads()} threads{', kernels' if has_kernels else ''}"
@@ -114,20 +118,13 @@ class CpuBackend(TorchBackend):
         )  # fmt: skip
         return state_of(model).probed(name, model, find, Mixing.of)
 
-    def _found_mixers(self) -> dict[nn.Module, MixTrees]:
-        """The recurrent modules that kernels can compute, of the model as it is now."""
-        if not self.cache.states or self._why_apart:
-            return {}
-        find = partial(find_mixers, self._model)
-        return plan_of(self._model).part("mixers by kernels", form_of(self._model).number, find)
-
     def _nodes_of_call(self, policy: BitPolicy) -> int | None:
         return self._mixing.most if policy is BitPolicy.SOLO and self._keeps(policy) else None
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
         self._parts = CpuParts.of(self._model, self._served, packs=self._packs, has_trees=self._scope is not None)
-        self._mixers = self._found_mixers() if self._mixing.by_kernels else {}
+        self._mixers = self._parts.mixers if self._mixing.by_kernels else {}
         with patched_attribute("forward", self._parts.forwards), super()._patched():
             yield
 
@@ -174,8 +171,8 @@ class CpuBackend(TorchBackend):
         quantized = kinds_in_words(self._model) if getattr(self._model, "is_quantized", False) else ""
         threads = getattr(whole, "thread_count", 1)
         shared = f"on {threads} threads" if threads > 1 else ""
-        mixers, layers_with_states = self._found_mixers() if self._mixing.by_kernels else {}, len(self.cache.states)
-        mixed = f"{len(mixers)} of {layers_with_states} layers with states" if mixers else "the kernels are for others"
+        mixers, states = len(self._mixers), len(self.cache.states)
+        mixed = f"{mixers} of {states} layers" if mixers else "they are for gated delta nets and short convolutions"
         share = f"{len(fused.layers)} of {fused.total} layers"
         return [
             *super()._paths(),
@@ -184,7 +181,7 @@ class CpuBackend(TorchBackend):
                 "" if self._takes_rows else "it is for bfloat16, SDPA without windows and CPUs with its order of sums",
             ),
             *([PathReport("quantized layers", True, quantized)] if quantized else []),
-            *([PathReport("states by kernels", bool(mixers), apart or mixed)] if self.cache.states else []),
+            *([PathReport("states by kernels", mixers > 0, apart or mixed)] if states else []),
             PathReport("packed weights", linears.packs, apart or packed),
             PathReport("fused layers", bool(fused.layers), apart or "; ".join(filter(None, (share, fused.reason)))),
             PathReport("passes as one call", not one_call, apart or one_call or shared),

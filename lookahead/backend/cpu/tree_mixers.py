@@ -87,7 +87,7 @@ def _takes_heads(module: Any) -> bool:
 def _begun(mixer: _Mixer, hidden: Tensor, cache: TreeCache) -> list[States] | None:
     """The states of the rows of a pass; None if the module must run its own code."""
     mode, weight = running_pass(), mixer.conv._parameters["weight"]
-    is_own = mode is None or hidden.dtype != weight.dtype or torch.compiler.is_compiling()
+    is_own = mode is None or not mode.most_elements or hidden.dtype != weight.dtype or torch.compiler.is_compiling()
     # Transformers' own pass over a batch has other bits than over each row alone.
     is_own |= mode is not None and mode.policy is not BitPolicy.SOLO and len(hidden) > 1 and hidden.shape[1] == 1
     layer: StateLayer = cache.layers[mixer.at]
