@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import warnings
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -254,10 +255,22 @@ def test_rows_are_reordered_as_transformers_does_or_a_tensor_is_dequantized(arch
         set[str](),
         {"tensor_key_mapping": {}, "parsed_parameters": {"tensors": {}}},
     )
-    for name in ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_up", "ffn_down", "ffn_gate_inp_shexp"):
+    for name in (
+        "attn_q",
+        "attn_k",
+        "attn_v",
+        "attn_qkv",
+        "attn_output",
+        "ffn_up",
+        "ffn_down",
+        "ffn_gate_inp_shexp",
+        "ssm_a",
+    ):
         values = np.random.default_rng(0).normal(size=(192 if name == "attn_qkv" else 64, 64)).astype(np.float32)
         try:
-            order = orders.of(f"blk.7.{name}.weight", values.shape)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                order = orders.of(f"blk.7.{name}.weight", values.shape)
         except ValueError:
             continue
         moved = processor.process(values, name=f"blk.7.{name}.weight", **options)

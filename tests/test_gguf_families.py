@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.errors import ConfigError
 from lookahead.kernels import block_product
 from lookahead.loading import gguf_files
-from lookahead.loading.gguf_plan import plan_of
+from lookahead.loading.gguf_plan import Plan, plan_of
 from lookahead.loading.quantized import QuantizedEmbedding, QuantizedLinear, replacement_of, scale_of
 from tests.support.tiny_gguf import write_gguf
 
@@ -120,20 +121,39 @@ def test_a_refusal_names_the_layer_its_class_and_the_type_that_is_not_multiplied
     )
 
 
+def placed(architecture: int, model: Any, shape_of: Callable[[str, Any], Any]) -> Plan:
+    """The plan of a file with every tensor of a model, of the type Q8_0."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    names, kind = get_tensor_name_map(architecture, 2), SimpleNamespace(name="Q8_0")
+    tensors = []
+    for place, weight in model.named_parameters():
+        stem, suffix = place, ""
+        if place.endswith((".weight", ".bias")):
+            stem, _, suffix = place.rpartition(".")
+        name = f"{names.get_name(stem)}.{suffix}".rstrip(".")
+        shape = shape_of(place, weight.shape)[::-1]
+        tensors.append(SimpleNamespace(name=name, shape=shape, tensor_type=kind, data_offset=0, n_bytes=0))
+    named = SimpleNamespace(contents=lambda: MODEL_ARCH_NAMES[architecture])
+    return plan_of(SimpleNamespace(fields={"general.architecture": named}, tensors=tensors), model)
+
+
 def test_a_refusal_names_a_class_of_layers_that_keeps_no_blocks() -> None:
-    from gguf import MODEL_ARCH, get_tensor_name_map
+    from gguf import MODEL_ARCH
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32))
-    names, kind = get_tensor_name_map(MODEL_ARCH.GPT2, 1), SimpleNamespace(name="Q8_0")
-    tensors = []
-    for name, weight in model.named_parameters():
-        stem, _, suffix = name.rpartition(".")
-        shape = weight.shape[::-1] if stem.endswith(("c_attn", "c_fc", "c_proj")) else weight.shape
-        tensor = {"name": f"{names.get_name(stem)}.{suffix}", "shape": shape[::-1], "tensor_type": kind}
-        tensors.append(SimpleNamespace(**tensor, data_offset=0, n_bytes=0))
-    named = SimpleNamespace(contents=lambda: "gpt2")
-    plan = plan_of(SimpleNamespace(fields={"general.architecture": named}, tensors=tensors), model)
+    turned = "c_attn.weight", "c_fc.weight", "c_proj.weight"
+    plan = placed(MODEL_ARCH.GPT2, model, lambda place, shape: shape[::-1] if place.endswith(turned) else shape)
     assert plan.reason == (
         "most of its weights would be dequantized, first of all those of transformer.h.0.attn.c_attn (Conv1D): "
         "a layer of this class does not keep blocks"
     )
+
+
+def test_a_head_to_whose_dtype_its_model_casts_keeps_no_blocks_and_so_its_embedding() -> None:
+    from gguf import MODEL_ARCH
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=64, num_hidden_layers=2, state_size=32))
+    plan = placed(MODEL_ARCH.MAMBA, model, lambda place, shape: shape[::2] if "conv1d.weight" in place else shape)
+    assert {"backbone.layers.0.mixer.in_proj", "backbone.layers.1.mixer.out_proj"} <= plan.layers.keys()
+    assert not {"lm_head", "backbone.embeddings"} & plan.layers.keys()

@@ -297,12 +297,16 @@ class RowOrders:
     def _find(self, name: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
         rows, columns = (np.arange(size, dtype=np.int32) for size in shape)
         try:
-            moved, kept = (
-                self._processor.process(
-                    np.broadcast_to(each, shape), name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
+            with np.errstate(all="ignore"):  # some processors take logarithms
+                moved, kept = (
+                    self._processor.process(
+                        np.broadcast_to(each, shape),
+                        name=name,
+                        tensor_key_mapping={},
+                        parsed_parameters={"tensors": {}},
+                    )
+                    for each in (rows[:, None], columns)
                 )
-                for each in (rows[:, None], columns)
-            )
             is_order = (
                 moved.name == name
                 and moved.weights.shape == kept.weights.shape == shape

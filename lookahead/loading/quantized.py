@@ -252,8 +252,8 @@ class _InferenceQuantizer(HfQuantizer):
 
 def _is_scaled_by_tie(model: PreTrainedModel) -> bool:
     """Whether a model scales the input of its head if that shares the embedding's weight, as UMT5 does."""
-    code = inspect.unwrap(type(model).forward).__code__
-    return bool(model.config.tie_word_embeddings) and "tie_word_embeddings" in code.co_names
+    names = getattr(getattr(inspect.unwrap(type(model).forward), "__code__", None), "co_names", ())
+    return bool(model.config.tie_word_embeddings) and "tie_word_embeddings" in names
 
 
 @register_quantizer("lookahead_int8")
