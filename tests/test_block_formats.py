@@ -27,7 +27,7 @@ from lookahead.cli.app import app
 from lookahead.errors import ConfigError, HeadsError, UnsupportedModelError
 from lookahead.kernels import block_formats, block_product, microkernel, packed_product
 from lookahead.kernels.block_formats import FORMATS
-from lookahead.kernels.block_rows import round_floats
+from lookahead.kernels.block_rows import round_floats, round_halves
 from lookahead.kernels.block_tiles import tile_of_blocks
 from lookahead.kernels.jobs import run
 from lookahead.loading import gguf_files
@@ -141,6 +141,23 @@ def test_the_largest_numbers_of_a_type_are_added_exactly(kind: str) -> None:
     for x in (torch.full((1, 512), 127.0), torch.full((1, 512), -127.0)):
         exact = x.double() @ dequantized(made, kind).double().T
         assert torch.allclose(packed_product.multiply(own, x, None).double(), exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "parts"), [(32, 1), (32, 2), (64, 1)])
+def test_rows_are_rounded_block_by_block_with_what_their_sums_begin_with(size: int, parts: int, dtype: Any) -> None:
+    x, words = torch.randn(5, 2 * size + 7), size // 4 + 4
+    x[1, :size], x[2, size:], x[3] = 1e-31, 0.0, x[3] * 1e30
+    x = x.to(dtype)
+    out, function = torch.empty(3, 5, words, dtype=torch.int32), round_floats if dtype.itemsize == 4 else round_halves
+    run((function, 5, (x.data_ptr(), out.data_ptr(), x.shape[1], 3 * words, size, 9, parts), (x, out)))
+    blocks = torch.nn.functional.pad(x.float(), (0, size - 7)).unflatten(1, (3, size)).transpose(0, 1)
+    largest = blocks.abs().amax(2, keepdim=True)
+    whole = torch.where(largest > 1e-30, (blocks * (torch.tensor(127.0) / largest)).round(), 0.0)
+    assert torch.equal(out[..., :-4].contiguous().view(torch.int8).float(), whole)
+    assert torch.equal(out[..., -4 : parts - 4], -9 * whole.unflatten(2, (parts, -1)).sum(3).int())
+    scale = largest[..., 0] / torch.tensor(127.0)
+    assert torch.equal(out.view(torch.float32)[..., -2:], torch.stack([scale, whole.sum(2) * scale], 2))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
