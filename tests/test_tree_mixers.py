@@ -162,6 +162,8 @@ def test_changed_layers_run_their_own_code() -> None:
     assert not find_mixers(changed(lambda layer: layer.linear_attn.norm.register_forward_hook(print)))
     assert not find_mixers(changed(lambda layer: setattr(layer.linear_attn, "activation", "relu")))
     assert not find_mixers(changed(lambda layer: layer.conv.conv.half(), "Lfm2"))
+    bias = nn.Parameter(torch.ones(32, dtype=HALF))
+    assert not find_mixers(changed(lambda layer: setattr(layer.conv.conv, "bias", bias), "Lfm2"))
 
 
 def test_code_that_replaces_a_function_of_the_layers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

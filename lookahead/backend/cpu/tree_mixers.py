@@ -7,7 +7,7 @@ single token, which a probe compares (`lookahead.backend.cpu.state_bits`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from lookahead.model.level_calls import MixTrees
 from lookahead.model.state_layers import StateLayer, States
 from lookahead.model.state_scope import mixers_of
 
+_Kind = tuple[str, int]
 _CONV, _RECURRENT = ("conv", 0), ("recurrent", 0)
 _DTYPES = torch.float32, torch.bfloat16
 _VECTORS = 64  # numbers; torch computes them by the same vectors wherever such a block begins
@@ -63,12 +64,13 @@ def find_mixers(model: Any) -> dict[nn.Module, MixTrees]:
 
 def _is_plain(part: Any) -> bool:
     """Whether a module is only its own weight on the CPU, which kernels read without calling it."""
-    weight = None if part is None else part._parameters.get("weight")
+    weight, bias = (None if part is None else part._parameters.get(name) for name in ("weight", "bias"))
     return (
         type(weight) is nn.Parameter
         and weight.dtype in _DTYPES
         and weight.device.type == "cpu"
         and weight.is_contiguous()
+        and (bias is None or (type(bias), bias.dtype, bias.is_contiguous()) == (nn.Parameter, weight.dtype, True))
         and not (is_offloaded(part) or is_set_by_user(part) or working_hooks_of(part))
     )
 
@@ -84,30 +86,22 @@ def _takes_heads(module: Any) -> bool:
     )
 
 
-def _begun(mixer: _Mixer, hidden: Tensor, cache: TreeCache) -> list[States] | None:
-    """The states of the rows of a pass; None if the module must run its own code."""
+def _begun(mixer: _Mixer, hidden: Tensor, cache: TreeCache, kinds: Mapping[_Kind, torch.dtype]) -> list[States] | None:
+    """The states of the rows of a pass, of kinds and dtypes; None if the module must run its own code."""
     mode, weight = running_pass(), mixer.conv._parameters["weight"]
     is_own = mode is None or not mode.most_elements or hidden.dtype != weight.dtype or torch.compiler.is_compiling()
-    # Transformers' own pass over a batch has other bits than over each row alone.
-    is_own |= mode is not None and mode.policy is not BitPolicy.SOLO and len(hidden) > 1 and hidden.shape[1] == 1
+    # Transformers' own pass over a batch has other bits than over each row alone, and `model.generate` runs it.
+    is_batch = len(hidden) > 1 and hidden.shape[1] == 1 and hidden.dtype == torch.bfloat16
+    is_own |= mode is not None and mode.policy is not BitPolicy.SOLO and is_batch
     layer: StateLayer = cache.layers[mixer.at]
     rows = [layer.committed.get(row, {}) for row in range(len(hidden))]
-    return None if is_own or not all(map(partial(_fits, hidden), rows)) else rows
-
-
-def _fits(hidden: Tensor, states: States) -> bool:
-    """Whether kernels can read the states of a row."""
-    conv, recurrent = states.get(_CONV), states.get(_RECURRENT)
-    return (
-        conv is not None
-        and (conv.dtype, conv.is_contiguous()) == (hidden.dtype, True)
-        and (recurrent is None or (recurrent.dtype, recurrent.is_contiguous()) == (torch.float32, True))
-    )
+    held = [{kind: each.dtype for kind, each in states.items() if each.is_contiguous()} for states in rows]
+    return None if is_own or any(each != kinds for each in held) else rows
 
 
 def _mix_by_delta(mixer: _Mixer, hidden: Tensor, cache: TreeCache) -> Tensor | None:
     """The output of a gated delta net for all nodes, `[rows, width, size]`, or None."""
-    before = _begun(mixer, hidden, cache)
+    before = _begun(mixer, hidden, cache, {_CONV: hidden.dtype, _RECURRENT: torch.float32})
     if before is None or cache.levels is None:
         return None
     module, norm, width = mixer.module, mixer.module.norm, hidden.shape[1]
@@ -173,7 +167,7 @@ def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor, is_alone: bool) ->
 
 def _mix_by_convolution(mixer: _Mixer, hidden: Tensor, cache: TreeCache) -> Tensor | None:
     """The output of a short convolution for all nodes, `[rows, width, size]`, or None."""
-    before = _begun(mixer, hidden, cache)
+    before = _begun(mixer, hidden, cache, {_CONV: hidden.dtype})
     if before is None or cache.levels is None:
         return None
     width = hidden.shape[1]
