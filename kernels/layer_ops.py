@@ -1,4 +1,4 @@
-"""The operators between the products of a decoder layer, one job each: RMSNorm, rotary embedding, gated SiLU, copies.
+"""The operators between the products of a decoder layer, one job each: RMSNorm, rotary embedding, gates, copies.
 
 For few tokens on a CPU, torch's operators for each of these cost more to call than to compute. In bfloat16 the results
 have the bits of those operators: each rounds, and the mean sums in the order of torch's `mean`.
@@ -27,15 +27,23 @@ _WIDTH = _PARTIALS * _LANES
 _F = np.float32
 _MAX_EXP_INPUT = _F(80.0)  # from here on SiLU returns its input
 _NORM, _ROTATION, _GATING, _STORING = range(4)  # kinds of jobs
+ROUNDED, WIDE, PLUS_ONE = range(3)
+"""Norms: of rows that are rounded before they meet the weight, as in Llama, or after, as in OLMo 2; and the latter with
+1 added to the weight, as in Gemma."""
+SILU, GELU_TANH, TABLE = range(3)
+"""Activations: two formulas, and a table of the results of all bfloat16 numbers."""
+_GELU_FACTOR, _GELU_CUBE = _F(1.5957691216057308), _F(0.044715)  # 2 * sqrt(2 / pi)
 
 
 def norm(
     x: Tensor,
-    weight: Tensor,
-    out: Tensor,
+    weight: Tensor | None,
+    out: Tensor | None,
     eps: float,
     *,
+    kind: int = ROUNDED,
     delta: Tensor | None = None,
+    factor: float = 1.0,
     total: Tensor | None = None,
     means: Tensor | None = None,
 ) -> Job:
@@ -45,36 +53,61 @@ def norm(
 
     Args:
         x: `[..., size]`.
-        weight: `[size]`.
-        out: Like `x`, or `x` itself.
+        weight: `[size]`; may be None without `out`.
+        out: Like `x`, or `x` itself; None only adds.
         eps: Added to the mean square.
+        kind: `ROUNDED`, `WIDE` or `PLUS_ONE`.
         delta: Like `x`; added to it first.
+        factor: Of `delta`; the product is rounded.
         total: Like `x`; the sum `x + delta` is written to it.
         means: float32 `[rows]`; the mean squares are written to it.
     """
     tensors = x, delta, weight, total, out, means
     places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    size = weight.numel()
-    sizes = x.numel() // size, size, bits_of(eps)
+    size = x.shape[-1] if weight is None else weight.numel()
+    sizes = x.numel() // size, size, bits_of(eps), kind, bits_of(factor)
     return _ENTRIES[x.dtype], 1, (_NORM, *places, *sizes), tensors
 
 
-def rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Job:
-    """A job that applies a rotary embedding in place; pairs are formed of the two halves of a head.
+def rotation(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, dim: int | None = None, turned: int | None = None
+) -> Job:
+    """A job that applies a rotary embedding in place; pairs are formed of the two halves of the rotated numbers.
 
-    Queries and keys are tokens of heads of `dim` numbers; `cos` and `sin` are `[..., dim]` for as many tokens. All are
-    contiguous, and of one dtype, bfloat16 or float32.
+    Args:
+        query: Tokens of heads, contiguous; bfloat16 or float32.
+        key: Likewise, of the dtype of `query`.
+        cos: `[..., size]` for as many tokens, contiguous. If it is float32 beside bfloat16 heads, only results are
+            rounded.
+        sin: Like `cos`.
+        dim: Numbers of a head; the size of `cos` if None.
+        turned: The first numbers of a head, which are rotated; the size of `cos` if None. If it is twice the size, both
+            numbers of a pair share a cosine.
     """
-    dim = cos.shape[-1]
-    tokens = cos.numel() // dim
-    sizes = tokens, query.numel() // tokens, key.numel() // tokens, dim
+    size = cos.shape[-1]
+    tokens = cos.numel() // size
+    widths = query.numel() // tokens, key.numel() // tokens
+    sizes = tokens, *widths, dim or size, turned or size, size, int(cos.dtype != query.dtype)
     places = query.data_ptr(), key.data_ptr(), cos.data_ptr(), sin.data_ptr()
-    return _ENTRIES[cos.dtype], 1, (_ROTATION, *places, *sizes), (query, key, cos, sin)
+    return _ENTRIES[query.dtype], 1, (_ROTATION, *places, *sizes), (query, key, cos, sin)
 
 
-def gating(gate: Tensor, up: Tensor) -> Job:
-    """A job that writes `silu(gate) * up` over the gate; bfloat16 or float32 of one shape, contiguous."""
-    return _ENTRIES[gate.dtype], 1, (_GATING, gate.data_ptr(), up.data_ptr(), gate.numel()), (gate, up)
+def gating(
+    gate: Tensor, up: Tensor | None, kind: int = SILU, table: Tensor | None = None, out: Tensor | None = None
+) -> Job:
+    """A job that computes `activation(gate) * up`; without `up`, the activation.
+
+    Args:
+        gate: bfloat16 or float32; contiguous, or rows `[rows, size]` that are equally far apart.
+        up: Like `gate`, with its strides, or None.
+        kind: `SILU`, `GELU_TANH` or `TABLE`.
+        table: bfloat16 `[65536]`: the activation of the number with these bits, for a gate in bfloat16.
+        out: Contiguous, of the shape of `gate`; if None, results replace the gate, which is contiguous.
+    """
+    tensors = gate, up, table, gate if out is None else out
+    places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    sizes = (1, gate.numel(), 0) if out is None else (*gate.shape, gate.stride(0))
+    return _ENTRIES[gate.dtype], 1, (_GATING, *places, *sizes, kind), tensors
 
 
 def storing(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> Job:
@@ -145,74 +178,122 @@ def _mean_square(line, sums):
 
 @jit_part
 def _norm(address, kind):
-    """Add the tensor at `delta_at`, unless it is 0, and norm the rows."""
-    x_at, delta_at, weight_at, total_at, out_at, means_at, rows, size, bits = array_at(address, (9,), np.int64)
-    count, eps = rows * size, np.int32(bits).view(np.float32)
+    """Add the tensor at `delta_at`, unless it is 0, and norm the rows, unless `out_at` is 0."""
+    numbers = array_at(address, (11,), np.int64)
+    x_at, delta_at, weight_at, total_at, out_at, means_at, rows, size, bits, rounding, factor_bits = numbers
+    count, eps, factor = rows * size, np.int32(bits).view(np.float32), np.int32(factor_bits).view(np.float32)
     x, out = _numbers_at(x_at, count, kind), _numbers_at(out_at, count, kind)
     weight, means = _numbers_at(weight_at, size, kind), array_at(means_at, (rows,), np.float32)
     delta, total = _numbers_at(delta_at, count, kind), _numbers_at(total_at, count, kind)
     line, factors = np.empty(size, np.float32), np.empty(size, np.float32)
     sums = np.empty(_LEVELS * _WIDTH, np.float32)
-    for i in range(size):
-        factors[i] = widen(weight[i])
+    for i in range(size if out_at else 0):
+        factors[i] = widen(weight[i]) + _F(1.0) if rounding == PLUS_ONE else widen(weight[i])
     for row in range(rows):
         begin = row * size
-        own, normed = x[begin : begin + size], out[begin : begin + size]
+        own = x[begin : begin + size]
         if delta_at:
             other, added = delta[begin : begin + size], total[begin : begin + size]
-            for i in range(size):
-                added[i] = narrow(widen(own[i]) + widen(other[i]), added[i])
-                line[i] = widen(added[i])
+            if factor == _F(1.0):
+                for i in range(size):
+                    added[i] = narrow(widen(own[i]) + widen(other[i]), added[i])
+                    line[i] = widen(added[i])
+            else:
+                for i in range(size):
+                    scaled = narrow(widen(other[i]) * factor, added[i])
+                    added[i] = narrow(widen(own[i]) + widen(scaled), added[i])
+                    line[i] = widen(added[i])
         else:
             for i in range(size):
                 line[i] = widen(own[i])
-        mean = _mean_square(line, sums)
+        if out_at == 0:
+            continue
+        normed, mean = out[begin : begin + size], _mean_square(line, sums)
         if means_at:
             means[row] = mean
         scale = _F(1.0) / np.sqrt(mean + eps)
-        for i in range(size):
-            scaled = widen(narrow(line[i] * scale, normed[i]))
-            normed[i] = narrow(factors[i] * scaled, normed[i])
+        if rounding == ROUNDED:
+            for i in range(size):
+                rounded = widen(narrow(line[i] * scale, normed[i]))
+                normed[i] = narrow(factors[i] * rounded, normed[i])
+        else:
+            for i in range(size):
+                normed[i] = narrow(factors[i] * (line[i] * scale), normed[i])
 
 
 @jit_part
-def _rotate_heads(heads, cos, sin):
-    """Rotate the heads of one token. Every product and every sum is rounded."""
-    half = len(cos) // 2
-    for begin in range(0, len(heads), 2 * half):
-        first, second = heads[begin : begin + half], heads[begin + half : begin + 2 * half]
+def _rotate_heads(heads, dim, turned, cos, sin, is_wide):
+    """Rotate the heads of one token. Every product and every sum is rounded, or with `is_wide` the result alone."""
+    half, second_at = turned // 2, len(cos) - turned // 2
+    for begin in range(0, len(heads), dim):
+        first, second = heads[begin : begin + half], heads[begin + half : begin + turned]
+        if is_wide:
+            for i in range(half):
+                a, b = widen(first[i]), widen(second[i])
+                first[i] = narrow(a * cos[i] + -b * sin[i], first[i])
+                second[i] = narrow(b * cos[second_at + i] + a * sin[second_at + i], first[i])
+            continue
         for i in range(half):
             a, b = widen(first[i]), widen(second[i])
-            kept, turned = narrow(a * cos[i], first[i]), narrow(-b * sin[i], first[i])
-            kept_too, turned_too = narrow(b * cos[half + i], first[i]), narrow(a * sin[half + i], first[i])
-            first[i] = narrow(widen(kept) + widen(turned), first[i])
-            second[i] = narrow(widen(kept_too) + widen(turned_too), second[i])
+            kept, moved = narrow(a * cos[i], first[i]), narrow(-b * sin[i], first[i])
+            kept_too = narrow(b * cos[second_at + i], first[i])
+            moved_too = narrow(a * sin[second_at + i], first[i])
+            first[i] = narrow(widen(kept) + widen(moved), first[i])
+            second[i] = narrow(widen(kept_too) + widen(moved_too), second[i])
 
 
 @jit_part
 def _rotate(address, kind):
     """Rotate the heads of queries and keys, which have `width` and `key_width` numbers per token."""
-    query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim = array_at(address, (8,), np.int64)
+    numbers = array_at(address, (11,), np.int64)
+    query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, turned, size, is_wide = numbers
     query, key = _numbers_at(query_at, tokens * width, kind), _numbers_at(key_at, tokens * key_width, kind)
-    cos, sin = _numbers_at(cos_at, tokens * dim, kind), _numbers_at(sin_at, tokens * dim, kind)
-    cosines, sines = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    cos, sin = _numbers_at(cos_at, tokens * size, kind), _numbers_at(sin_at, tokens * size, kind)
+    wide_cos, wide_sin = array_at(cos_at, (tokens * size,), np.float32), array_at(sin_at, (tokens * size,), np.float32)
+    cosines, sines = np.empty(size, np.float32), np.empty(size, np.float32)
     for token in range(tokens):
-        for i in range(dim):
-            cosines[i], sines[i] = widen(cos[token * dim + i]), widen(sin[token * dim + i])
-        _rotate_heads(query[token * width : (token + 1) * width], cosines, sines)
-        _rotate_heads(key[token * key_width : (token + 1) * key_width], cosines, sines)
+        for i in range(size):
+            at = token * size + i
+            if is_wide:
+                cosines[i], sines[i] = wide_cos[at], wide_sin[at]
+            else:
+                cosines[i], sines[i] = widen(cos[at]), widen(sin[at])
+        _rotate_heads(query[token * width : (token + 1) * width], dim, turned, cosines, sines, is_wide)
+        _rotate_heads(key[token * key_width : (token + 1) * key_width], dim, turned, cosines, sines, is_wide)
 
 
 @jit_part
 def _gate(address, kind):
-    """Write the product over the gate."""
-    gate_at, up_at, size = array_at(address, (3,), np.int64)
-    gate, up = _numbers_at(gate_at, size, kind), _numbers_at(up_at, size, kind)
-    for i in range(size):
-        x = widen(gate[i])
-        power = exp(-x if x < _MAX_EXP_INPUT else -_MAX_EXP_INPUT)
-        activated = widen(narrow(x / (_F(1.0) + power), gate[i]))
-        gate[i] = narrow(activated * widen(up[i]), gate[i])
+    """Write the products of rows that are `step` numbers apart."""
+    gate_at, up_at, table_at, out_at, rows, size, step, formula = array_at(address, (8,), np.int64)
+    span, table = (rows - 1) * step + size, array_at(table_at, (1 << 16,), np.uint16)
+    gates, ups, outs = (
+        _numbers_at(gate_at, span, kind), _numbers_at(up_at, span, kind), _numbers_at(out_at, rows * size, kind),
+    )  # fmt: skip
+    for row in range(rows):
+        gate, out = gates[row * step : row * step + size], outs[row * size : (row + 1) * size]
+        if formula == TABLE:
+            for i in range(size):
+                out[i] = _looked_up(gate[i], table)
+        for i in range(0 if formula == TABLE else size):
+            x = widen(gate[i])
+            power = x if formula == SILU else _GELU_FACTOR * (x + _GELU_CUBE * x * x * x)
+            out[i] = narrow(x / (_F(1.0) + exp(-power if power < _MAX_EXP_INPUT else -_MAX_EXP_INPUT)), gate[i])
+        if up_at:
+            up = ups[row * step : row * step + size]
+            for i in range(size):
+                out[i] = narrow(widen(out[i]) * widen(up[i]), out[i])
+
+
+def _looked_up(number: Any, table: Any) -> Any:
+    """The entry of a bfloat16; a float32, which has no table, unchanged."""
+
+
+@overload(_looked_up, strict=False)
+def _look_up(number: Any, table: Any) -> Any:
+    if number == types.uint16:
+        return lambda number, table: table[number]
+    return lambda number, table: number
 
 
 @jit_part

@@ -30,7 +30,7 @@ from lookahead.utils.addresses import array_at
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight per part of a job
 _SHARED, _EACH = 10, 5  # numbers that a call of the kernel receives, and numbers of each weight
-_HAS_DOT = bool(FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
+HAS_DOT = bool(FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
 _SUMS = 2 * HALVES  # sums per row and output in bfloat16 with AVX2
 _AT_ONCE = 512  # approximate lines of a quantized panel that are multiplied at a time
 # Most rows of a tile, rows from which memory is prefetched, and fewest tiles then, as measured on a Zen 4: for products
@@ -44,7 +44,7 @@ def is_supported(weight: Tensor) -> bool:
     """Whether a weight of this dtype and shape can be packed, and this CPU has the instructions."""
     if weight.dtype != torch.bfloat16:
         return weight.dtype == torch.float32 and bool(FEATURES.get("fma"))
-    if _HAS_DOT:
+    if HAS_DOT:
         return weight.shape[1] % 2 == 0
     return weight.shape[1] % _SUMS == 0 and bool(FEATURES.get("fma")) and not FEATURES.get("avx512f")
 
@@ -78,17 +78,22 @@ def pack(weight: Tensor, block: int) -> PackedWeight:
     inputs per element. With AVX2 the lines of bfloat16 are in the order of their sums, and have dtype `torch.bfloat16`.
     """
     terms = weight.detach().view(_TERM[weight.dtype])
-    if weight.dtype == torch.float32 or _HAS_DOT:
+    if weight.dtype == torch.float32 or HAS_DOT:
         return PackedWeight.of(_panels_of(terms), len(weight), block)
     return PackedWeight.of(_panels_of(terms, HALVES).view(torch.bfloat16), len(weight), _SUMS)
 
 
 def _panels_of(terms: Tensor, apart: int | None = None) -> Tensor:
     """Lay 32-bit terms `[outputs, terms]` out by outputs; in a panel, terms at distance `apart` are adjacent."""
-    packed, terms = zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS, dtype=terms.dtype), terms.contiguous()
+    packed = zeros(-(-len(terms) // COLUMNS), terms.shape[1], COLUMNS, dtype=terms.dtype)
+    pack_panels(terms.contiguous(), packed, apart)
+    return packed
+
+
+def pack_panels(terms: Tensor, packed: Tensor, apart: int | None = None) -> None:
+    """Lay contiguous 32-bit terms `[outputs, terms]` out in panels, `[panels, terms, COLUMNS]`."""
     of_job = terms.data_ptr(), packed.data_ptr(), *terms.shape, apart or terms.shape[1]
     run((_lay_out, len(packed), of_job, (terms, packed)))
-    return packed
 
 
 def _lay_out(address: Any) -> None:

@@ -13,19 +13,18 @@ Sources: for the softmax by blocks Dao et al. 2022, "FlashAttention", §3.1; for
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lookahead.kernels.attention_blocks import STEP, load_block, load_path, score_path, score_prompt
 from lookahead.kernels.jobs import Job, claim_part, run
-from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of, transpose
-from lookahead.kernels.scalars import bits_of, jit_part, narrow, widen
+from lookahead.kernels.microkernel import FEATURES, LANES, ROWS
+from lookahead.kernels.scalars import bits_of, exp, jit_part, narrow, widen
 from lookahead.kernels.weighted_sums import (
     BLOCK,
-    COLUMNS,
-    SIZES,
     TOGETHER,
     add_fours,
     add_rest,
@@ -34,15 +33,34 @@ from lookahead.kernels.weighted_sums import (
 )
 from lookahead.utils.addresses import array_at
 
-_STEP = BLOCK + LANES  # elements from one dimension of the transposed keys to the next
 _FEW = 4  # rows of the smaller tile, for few queries
 MAX_SHARING = 4  # rows that read the same keys at once: more would leave too few parts for several threads
-_PARTS = 4  # partial sums of a score
 
 _F = np.float32
+_FAR = _F(1e30)  # from other scores; their weight is 0
 
 
-def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor, trees: Tensor, scale: float) -> Tensor:
+class AttentionLimits(NamedTuple):
+    """What bounds the attention of a layer."""
+
+    window: int = 0  # positions that a query sees, its own included; 0 for all
+    softcap: float = 0.0  # bound of the scores, in float32; 0 for none
+    sinks: Tensor | None = None  # float32 `[heads]`, contiguous: scores without a value
+
+
+NO_LIMITS = AttentionLimits()
+
+
+def row_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    nodes: Tensor,
+    trees: Tensor,
+    scale: float,
+    limits: AttentionLimits = NO_LIMITS,
+) -> Tensor:
     """Attention of some nodes of a tree per row, each over the row's prompt and its own path.
 
     Args:
@@ -52,6 +70,7 @@ def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor,
         nodes: int64 `[rows, 2, most nodes]`; the parents of the nodes of each tree, and their depths.
         trees: int64 `[rows, 3]`; the slots before each root, the nodes of the tree, and how many were scored before.
         scale: Factor of the scores.
+        limits: What bounds the attention; in bfloat16 only a window.
 
     Returns:
         `[rows, width, heads, dim]` of that dtype, contiguous; zeros for padding.
@@ -61,7 +80,7 @@ def row_attention(query: Tensor, keys: Tensor, values: Tensor, *, nodes: Tensor,
     places = torch.arange(len(query), device="cpu")[:, None] * query.shape[1]
     trees, groups = torch.cat([trees, places], 1), torch.zeros(len(query), 2 + MAX_SHARING, dtype=torch.int64)
     groups[:, 1], groups[:, 2] = 1, torch.arange(len(query), device="cpu")
-    run(attention(query, keys, values, out, nodes=nodes, trees=trees, groups=groups, scale=scale))
+    run(attention(query, keys, values, out, nodes=nodes, trees=trees, groups=groups, scale=scale, limits=limits))
     return out
 
 
@@ -80,6 +99,7 @@ def attention(
     trees: Tensor,
     groups: Tensor,
     scale: float,
+    limits: AttentionLimits = NO_LIMITS,
 ) -> Job:
     """`row_attention` as a job, whose rows may have different numbers of queries.
 
@@ -93,12 +113,14 @@ def attention(
         groups: int64 `[rows, 2 + MAX_SHARING]`, contiguous: for each group of rows the number of first slots whose keys
             and values they share, a multiple of `sharing_step`; the number of rows; and the rows. Padded with zeros.
         scale: Factor of the scores.
+        limits: See `row_attention`.
     """
     rows, (_, width, heads, dim), (_, slots, kv_heads, _) = len(trees), query.shape, keys.shape
-    tensors = query, keys, values, nodes, trees, groups, out
+    tensors, sinks = (query, keys, values, nodes, trees, groups, out), limits.sinks
+    bounds = limits.window, bits_of(limits.softcap), 0 if sinks is None else sinks.data_ptr()
     sizes = rows, width, heads, dim, slots, kv_heads, keys.stride(0) if rows > 1 else 0, nodes.shape[2]
     places = [tensor.data_ptr() for tensor in tensors]
-    return _ENTRIES[query.dtype], rows * kv_heads, (*places, *sizes, bits_of(scale)), tensors
+    return _ENTRIES[query.dtype], rows * kv_heads, (*places, *sizes, bits_of(scale), *bounds), (tensors, sinks)
 
 
 def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -113,9 +135,6 @@ def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         # Also for CPUs: the kernel follows the sums of flash attention. With AMX, MKL adds in another order.
         and (query.dtype == torch.float32 or (torch.backends.cuda.flash_sdp_enabled() and not FEATURES.get("amx-bf16")))
     )
-
-
-_score_tile: Any = tile_of(2, rows=SIZES)
 
 
 def _attend_floats(address: Any) -> None:
@@ -135,25 +154,29 @@ def _attend(address, number, word, size):
 
     `number` is the element type of the tensors, of `size` bytes; a `word` has 4 bytes.
     """
-    numbers = array_at(address, (18,), np.int64)
+    numbers = array_at(address, (21,), np.int64)
     parts, query_at, keys_at, values_at, nodes_at, trees_at, groups_at, out_at = numbers[1:9]
-    rows, width, heads, dim, slots, kv_heads, step, most, bits = numbers[9:]
+    rows, width, heads, dim, slots, kv_heads, step, most, bits, window, cap_bits, sinks_at = numbers[9:]
+    softcap, sinks = np.int32(cap_bits).view(np.float32), array_at(sinks_at, (heads,), np.float32)
     per_kv, scale, is_half = heads // kv_heads, np.int32(bits).view(np.float32), size == 2
     trees = array_at(trees_at, (rows, 4), np.int64)
     groups = array_at(groups_at, (rows, 2 + MAX_SHARING), np.int64)
-    most_rows = _most_rows(groups, trees, per_kv)
+    most_rows = _most_rows(groups, trees, per_kv) + ROWS  # a tile of the nodes of one depth may end after the last row
     queries, sums = np.zeros((most_rows, dim), np.float32), np.empty((most_rows, dim), np.float32)
     peaks, totals, scores = (
         np.empty(most_rows, np.float32),
         np.empty(most_rows, np.float32),
         np.zeros((ROWS, BLOCK), np.float32),
     )
-    transposed, block = np.empty((dim, _STEP), np.float32), np.empty((BLOCK, dim), np.float32)
+    transposed, block = np.empty((dim, STEP), np.float32), np.empty((BLOCK, dim), np.float32)
     held = np.empty(most, np.int64)  # by depth, the node whose values are in the block
     part = claim_part(address)
     while part < parts:
         group, head = groups[part // kv_heads], part % kv_heads
         shared, filled = group[0], 0
+        for row in group[2 : 2 + group[1]] if window else group[:0]:
+            if trees[row, 0] + trees[row, 1] > window:  # keys are not all seen
+                shared = 0
         peaks[:], totals[:], sums[:] = -np.inf, 0.0, 0.0
         for row in group[2 : 2 + group[1]]:
             count, scored, first = trees[row, 1:]
@@ -174,23 +197,61 @@ def _attend(address, number, word, size):
             nodes = array_at(nodes_at + 16 * row * most, (2, most), np.int64)
             for begin in range(0, 0 if member else shared, BLOCK):
                 common = min(BLOCK, shared - begin)
-                _load(keys, words, values, begin, common, head, transposed, block, is_half)
+                load_block(keys, words, values, begin, common, head, transposed, block, is_half)
                 _attend_shared(
-                    queries, transposed, block, flat, begin, common, head, kv_heads, scale, is_half,
-                    scores, peaks, totals, sums,
+                    queries[: most_rows - ROWS], transposed, block, flat, begin, common, head, kv_heads, scale, softcap,
+                    is_half, scores, peaks, totals, sums,
                 )  # fmt: skip
             end = filled + _padded((count - scored) * per_kv)
-            _attend_tree(
-                keys, values, words, flat, nodes[0], nodes[1], start, count, scored, shared, head, per_kv, scale,
-                is_half, queries[filled:end], scores, sums[filled:end], peaks[filled:end], totals[filled:end],
-                transposed, block, held,
-            )  # fmt: skip
+            node, own = scored, np.int64(0)
+            while node < count:
+                # In bfloat16 the sums of a window begin with its first key, which all nodes of one depth share.
+                until = _end_of_depth(nodes[1], node, count) if window and is_half else count
+                begin = filled + own * per_kv
+                ending = begin + _padded((until - node) * per_kv)
+                base = max(0, start + _shallowest(nodes[1], node, until) + 1 - window) if window else 0
+                _attend_tree(
+                    keys[base:], values[base:], words[base:], flat[base * kv_heads * dim :], nodes[0], nodes[1],
+                    start - base, until, node, shared, head, per_kv, scale, window, softcap, is_half,
+                    queries[begin:ending], scores, sums[begin:ending], peaks[begin:ending], totals[begin:ending],
+                    transposed, block, held,
+                )  # fmt: skip
+                own += until - node
+                node = until
+                sums[filled + own * per_kv : ending] = 0.0  # of the last tile, which later depths share
             for i in range((count - scored) * per_kv):
-                share, written = _F(1.0) / totals[filled + i], out[i // per_kv, head * per_kv + i % per_kv]
+                of_head, total = head * per_kv + i % per_kv, totals[filled + i]
+                if sinks_at:
+                    total += exp(sinks[of_head] - peaks[filled + i])
+                share, written = _F(1.0) / total, out[i // per_kv, of_head]
                 for at in range(dim):
                     written[at] = narrow(sums[filled + i, at] * share, written[at])
             filled = end
         part = claim_part(address)
+
+
+@jit_part
+def _end_of_depth(depths, node, count):
+    """The node after those that follow a node at its depth."""
+    until = node + 1
+    while until < count and depths[until] == depths[node]:
+        until += 1
+    return until
+
+
+@jit_part
+def _shallowest(depths, node, until):
+    least = depths[node]
+    for other in range(node, until):
+        least = min(least, depths[other])
+    return least
+
+
+@jit_part
+def _cap(line, size, softcap):
+    """Bound scores smoothly."""
+    for i in range(size):
+        line[i] = softcap - _F(2.0) * softcap / (exp(_F(2.0) * line[i] / softcap) + _F(1.0))
 
 
 @jit_part
@@ -221,12 +282,15 @@ def _load_queries(query, head, per_kv, factor, queries, nodes):
 
 @jit_part
 def _attend_shared(
-    queries, transposed, block, flat, begin, common, head, kv_heads, scale, is_half, scores, peaks, totals, sums,
+    queries, transposed, block, flat, begin, common, head, kv_heads, scale, softcap, is_half, scores, peaks, totals,
+    sums,
 ):  # fmt: skip
     """Attend to a block of keys that all queries see."""
     for first in range(0, len(queries), ROWS):
-        _score_prompt(queries, first, ROWS, transposed, common, scale, is_half, scores)
+        score_prompt(queries, first, ROWS, transposed, common, scale, is_half, scores)
         for row in range(ROWS):
+            if softcap:
+                _cap(scores[row], common, softcap)
             weigh_more(scores[row], common, first + row, begin, is_half, peaks, totals, sums)
         if is_half:
             add_fours(scores, block, common, sums, first, ROWS)
@@ -236,8 +300,8 @@ def _attend_shared(
 
 @jit_part
 def _attend_tree(
-    keys, values, words, flat, parents, depths, start, count, scored, shared, head, per_kv, scale, is_half,
-    queries, scores, sums, peaks, totals, transposed, block, held,
+    keys, values, words, flat, parents, depths, start, count, scored, shared, head, per_kv, scale, window,
+    softcap, is_half, queries, scores, sums, peaks, totals, transposed, block, held,
 ):  # fmt: skip
     """One pass over the blocks of keys after the shared ones."""
     rows, deepest, kv_heads = (count - scored) * per_kv, 0, keys.shape[1]
@@ -246,17 +310,17 @@ def _attend_tree(
     for begin in range(shared, start + deepest + 1, BLOCK):
         common = max(0, min(BLOCK, start - begin))  # keys of the prompt
         whole = common // TOGETHER * TOGETHER if is_half else common
-        _load(keys, words, values, begin, common, head, transposed, block, is_half)
+        load_block(keys, words, values, begin, common, head, transposed, block, is_half)
         held[:] = -1
         for first in range(0, rows, ROWS):
             tile = min(ROWS, len(queries) - first)
-            _score_prompt(queries, first, tile, transposed, common, scale, is_half, scores)
+            score_prompt(queries, first, tile, transposed, common, scale, is_half, scores)
             for row in range(first, min(first + ROWS, rows)):
                 node, line = scored + row // per_kv, scores[row - first]
                 size = min(BLOCK, start + depths[node] + 1 - begin)
                 if size > common:
                     of_path = scale if is_half else _F(1.0)
-                    _score_path(
+                    score_path(
                         node,
                         size,
                         common,
@@ -270,6 +334,10 @@ def _attend_tree(
                         of_path,
                         line,
                     )
+                if softcap and size > 0:
+                    _cap(line, size, softcap)
+                if window:  # the first keys may be before it; a later one in the block is not
+                    line[: max(0, min(size, start + depths[node] + 1 - window - begin))] = -_FAR
                 if size > 0:
                     weigh_more(line, size, row, begin, is_half, peaks, totals, sums)
             if is_half:
@@ -280,94 +348,5 @@ def _attend_tree(
                 node = scored + row // per_kv
                 size = min(BLOCK, start + depths[node] + 1 - begin)
                 if size > whole:
-                    _load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)
+                    load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)
                     add_rest(scores[row - first], block, whole, size, sums[row])
-
-
-@jit_part
-def _load(keys, words, values, begin, size, head, transposed, block, is_half):
-    """Copy the prompt's keys of a block, transposed, and its values as float32 if they are bfloat16."""
-    dim = keys.shape[2]
-    for slot in range(size if is_half else 0):
-        line, to = values[begin + slot, head], block[slot]
-        for i in range(dim):
-            to[i] = widen(line[i])
-    whole = size // LANES * LANES
-    heads, count = words.shape[1:]
-    each, step, together = dim // count, heads * count, count // LANES * LANES
-    for slot in range(0, whole, LANES):
-        at = (begin + slot) * step + head * count
-        for word in range(0, together, LANES):
-            transpose((words, at + word, step), (transposed, each * word * _STEP + slot, _STEP))
-        for i in range(each * together, dim):
-            for lane in range(LANES):
-                transposed[i, slot + lane] = widen(keys[begin + slot + lane, head, i])
-    for slot in range(whole, size):
-        for i in range(dim):
-            transposed[i, slot] = widen(keys[begin + slot, head, i])
-
-
-@jit_part
-def _score_prompt(queries, first, count, transposed, size, scale, is_half, scores):
-    """Score the prompt's keys of a block for a tile of queries: four partial sums of every fourth dimension.
-
-    In float32 queries are already scaled, and there is one sum.
-    """
-    dim = queries.shape[1]
-    if not is_half:
-        for column in range(0, size, COLUMNS):
-            _score_tile(
-                (queries, first * dim, dim, 1), (transposed, column, _STEP), (scores, column, BLOCK), count, dim
-            )
-        return
-    parts = np.empty((_PARTS, ROWS * COLUMNS), np.float32)
-    for column in range(0, size, COLUMNS):
-        for i in range(_PARTS):
-            at, line, step = first * dim + i, i * _STEP + column, _PARTS * _STEP
-            _score_tile(
-                (queries, at, dim, _PARTS), (transposed, line, step), (parts[i], 0, COLUMNS), count, dim // _PARTS
-            )
-        for row in range(count):
-            scored, at = scores[row, column : column + COLUMNS], row * COLUMNS
-            a, b, c, d = (
-                parts[0, at : at + COLUMNS], parts[1, at : at + COLUMNS],
-                parts[2, at : at + COLUMNS], parts[3, at : at + COLUMNS],
-            )  # fmt: skip
-            for i in range(COLUMNS):
-                scored[i] = ((a[i] + c[i]) + (b[i] + d[i])) * scale
-
-
-@jit_part
-def _score_path(node, size, common, root, keys, start, head, parents, depths, query, scale, scores):
-    """Score the nodes of a path that are in a block, in which the tree's root has the index `root`."""
-    at = root + depths[node]
-    while at >= common:
-        if at < size:
-            key = keys[start + node, head]
-            a = b = c = d = _F(0.0)
-            for i in range(0, len(key), _PARTS):
-                a += widen(key[i]) * query[i]
-                b += widen(key[i + 1]) * query[i + 1]
-                c += widen(key[i + 2]) * query[i + 2]
-                d += widen(key[i + 3]) * query[i + 3]
-            scores[at] = ((a + c) + (b + d)) * scale
-        if at == root:
-            break
-        node = parents[node]
-        at -= 1
-
-
-@jit_part
-def _load_path(node, size, common, root, values, start, head, parents, depths, held, block):
-    """Copy the values of a path's nodes to their slots in a block, unless they are already there."""
-    at = root + depths[node]
-    while at >= common:
-        if at < size and held[depths[node]] != node:
-            held[depths[node]] = node
-            line, to = values[start + node, head], block[at]
-            for i in range(len(to)):
-                to[i] = widen(line[i])
-        if at == root:
-            break
-        node = parents[node]
-        at -= 1

@@ -22,6 +22,7 @@ from lookahead.backend.protocol import Backend, BackendReport, BitPolicy, PathRe
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.decoding.plan import RequestPlan, plan_request
 from lookahead.drafting.tree import TokenTree
+from lookahead.families import FAMILIES as DECLARED
 from lookahead.model import model_state
 from lookahead.model.calls import resolve_call
 from lookahead.model.model_state import state_of
@@ -81,7 +82,7 @@ def reasons_of(model: Any, **options: Any) -> dict[str, tuple[bool, str]]:
 def test_a_report_says_why_a_path_does_not_serve(tiny_llama: Any, own_cache_folder: Path) -> None:
     assert reasons_of(build(FAMILIES["GPT2"]))["fused layers"] == (
         False,
-        "0 of 0 layers; they are for Llama, Mistral, Qwen2, Qwen3",
+        f"0 of 0 layers; they are for {', '.join(sorted(family.name for family in DECLARED))}",
     )
     wide = made(dtype=SINGLE, hidden_size=512, intermediate_size=512, num_attention_heads=8)
     with kept_choice(own_cache_folder, "packed"):

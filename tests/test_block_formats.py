@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 from typer.testing import CliRunner
 
@@ -396,16 +396,3 @@ def test_the_server_takes_a_file_as_it_is(medium: Path) -> None:
     served.loop.submit(request, lambda update: (updates.append(update), update.is_last and ended.set()))
     assert ended.wait(60) and [token for update in updates for token in update.tokens] == expected
     served.loop.close()
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_the_tokenizer_of_a_file_is_that_of_transformers(tmp_path: Path, architecture: str) -> None:
-    def edit(writer: Any) -> None:
-        writer.add_key_length(16)
-        writer.add_value_length(16)
-
-    file = write_gguf(tmp_path / "tokens.gguf", architecture, edit=edit)
-    _, own = gguf_files.read_parts(file, 10_000)
-    expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name, local_files_only=True)
-    assert type(own) is type(expected) and own.init_kwargs == expected.init_kwargs
-    assert own.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()

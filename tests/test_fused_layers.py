@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, prune
 from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
@@ -138,8 +138,8 @@ def test_a_hook_for_all_modules_is_heeded(own_code, fused):
 
 
 def test_layers_of_another_class_or_type_of_numbers_stay_as_they_are():
-    gemma = GemmaForCausalLM(GemmaConfig(**SIZES)).to(HALF).eval()
-    for model in (gemma, made(dtype=torch.float16), made(dtype=torch.float64)):
+    cohere = CohereForCausalLM(CohereConfig(**SIZES)).to(HALF).eval()
+    for model in (cohere, made(dtype=torch.float16), made(dtype=torch.float64)):
         assert not served(model)
 
 
@@ -152,7 +152,7 @@ def test_a_kernel_with_another_bit_serves_no_layer(result, monkeypatch):
 
     def noted(*tensors: Any, **others: Any) -> Any:
         place = {"norm": tensors[2:3], "means": [others["means"]] if "means" in others else []}
-        results.extend(place.get(result, tensors[:1]))
+        results.extend(tensor for tensor in place.get(result, tensors[:1]) if tensor is not None)
         return own(*tensors, **others)
 
     def wrong(*jobs: Any) -> None:
@@ -163,12 +163,12 @@ def test_a_kernel_with_another_bit_serves_no_layer(result, monkeypatch):
 
     monkeypatch.setattr(layer_ops, name, noted)
     monkeypatch.setattr(fused_layers, "run", wrong)
-    for each in (fused_layers._keeps_means, fused_layers._keeps_silu):
+    for each in (fused_layers._keeps_means, fused_layers._keeps_activation):
         each.cache_clear()
     try:
         assert not any(type(each) is LlamaDecoderLayer for each in served(made()))
     finally:
-        for each in (fused_layers._keeps_means, fused_layers._keeps_silu):
+        for each in (fused_layers._keeps_means, fused_layers._keeps_activation):
             each.cache_clear()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead.kernels import block_product, block_values
@@ -122,3 +122,16 @@ def test_a_model_takes_little_more_memory_than_its_weights_while_it_is_loaded(tm
     done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1.3
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_the_tokenizer_of_a_file_is_that_of_transformers(tmp_path: Path, architecture: str) -> None:
+    def edit(writer: Any) -> None:
+        writer.add_key_length(16)
+        writer.add_value_length(16)
+
+    file = write_gguf(tmp_path / "tokens.gguf", architecture, edit=edit)
+    _, own = gguf_files.read_parts(file, 10_000)
+    expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name, local_files_only=True)
+    assert type(own) is type(expected) and own.init_kwargs == expected.init_kwargs
+    assert own.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()

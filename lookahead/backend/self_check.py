@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.backend.cpu.fused_layers import find_fused
 from lookahead.backend.cpu.linears import keeps_bits
 from lookahead.backend.cpu.product_bits import has_other_products
 from lookahead.backend.layer_probes import layers_with_solo_bits
@@ -111,11 +112,13 @@ def may_keep_bits(model: PreTrainedModel) -> bool:
 def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
     """Compare trees of `MAX_ROWS` nodes with decoding some of their nodes."""
     # Linear layers split a product so that its rows keep their bits. Other products take all rows at once, and an
-    # expert's products take the rows routed to it.
-    has_experts = any("experts" in name for name, _ in model.named_modules())
+    # expert's products take the rows routed to it, except by kernels.
+    mixtures = [part.module for layer in find_fused(model).layers if (part := layer.experts)]
+    inner = {id(module) for mixture in mixtures for module in mixture.modules()}
+    has_experts = any("experts" in name and id(module) not in inner for name, module in model.named_modules())
     # Recurrent mixers split calls to keep bits, and an encoder reads no nodes.
     apart = list(map(model.get_submodule, mixers_of(model).layers))
-    apart += kind_of(model).modules_beside(model)
+    apart += kind_of(model).modules_beside(model) + mixtures
     layers = layers_with_solo_bits(model)
     if layers is None or has_experts or has_other_products(model, [*apart, *layers]) or not keeps_bits(model, layers):
         return False

@@ -243,7 +243,7 @@ def _places_of(architecture: str, processor: Any, model: PreTrainedModel) -> tup
             found[f"{name}.{suffix}".rstrip(".")] = place
         else:
             processor.perform_fallback_tensor_mapping(found, "", "", place)
-        places |= {f"{name}.weight" if name.endswith("_exps") else name: place for name in found}
+        places |= {f"{name}.weight" if name.endswith("exps") else name: place for name in found}
         if found:
             named.add(id(parameter))
         elif parameter.requires_grad:

@@ -32,6 +32,11 @@ def attention_name(config: Any) -> str | None:
     return name
 
 
+def sdpa() -> Attention:
+    """Transformers' own function for SDPA."""
+    return sdpa_attention_forward
+
+
 def is_sdpa(attention: Attention) -> bool:
     """Whether an attention function is transformers' own for SDPA."""
     return attention is sdpa_attention_forward

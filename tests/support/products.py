@@ -57,7 +57,7 @@ def multiplying(
     scope: LinearScope, policy: BitPolicy = BitPolicy.ROUNDED, *, is_prompt: bool = False
 ) -> Iterator[None]:
     """A pass on this thread in which the linear layers of a scope may use packed weights."""
-    mode = cpu_pass.CpuPass(policy, is_prompt, scope.packs, scope.fewest)
+    mode = cpu_pass.CpuPass(policy, is_prompt, scope.packs, fewest=scope.fewest)
     with patched_attribute("forward", scope.forwards()), cpu_pass.running(mode, fuses=False):
         yield
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from lookahead.backend.choice import backend_for
-from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers, linears, product_bits
+from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers, layer_jobs, linears, product_bits
 from lookahead.backend.cpu.pass_table import PassTable
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
@@ -146,13 +146,13 @@ def calls(monkeypatch) -> list[int]:
     if not all(packed_product.is_supported(torch.zeros(2, 64, dtype=dtype)) for dtype in (HALF, SINGLE)):
         pytest.skip("there is no kernel for products on this CPU")
     jobs: list[int] = []
-    own = fused_layers.run
+    own = layer_jobs.run
 
     def counted(*each: Any) -> None:
         jobs.extend([len(each)] * bool(each))
         own(*each)
 
-    monkeypatch.setattr(fused_layers, "run", counted)
+    monkeypatch.setattr(layer_jobs, "run", counted)
     monkeypatch.setattr(product_bits, "FEWEST_WEIGHTS", 1)
     monkeypatch.setattr(linears, "measured_backends", lambda *kind: ("packed",))
     return jobs

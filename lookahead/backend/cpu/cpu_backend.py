@@ -97,8 +97,7 @@ class CpuBackend(TorchBackend):
         self._mixing = mixing or (self._measured_mixing(model) if self.cache.states else Mixing())
         self._parts: CpuParts  # found when the model is in service
         # A single node need not attend by torch.
-        is_bf16 = self._scope is not None and model.dtype == torch.bfloat16
-        self._takes_rows = is_bf16 and not any(self._windows)
+        self._takes_rows = self._scope is not None and model.dtype == torch.bfloat16
         if self._takes_rows:
             config = model.config.get_text_config()
             self._takes_rows = plan.part("attention of rows", plan.form, partial(takes_rows, config))
@@ -146,7 +145,8 @@ class CpuBackend(TorchBackend):
         linears, whole = self._parts.linears, self._parts.whole
         is_prompt = not tree_pass.trees
         by_kernels = not self._runs_own_code
-        mode = CpuPass(policy, is_prompt, linears.packs and by_kernels, linears.fewest)
+        packs, packs_experts = (allowed and by_kernels for allowed in (linears.packs, linears.packs_experts))
+        mode = CpuPass(policy, is_prompt, packs, packs_experts, linears.fewest)
         layers = self._hidden_layers if self.keeps_hidden else ()
         with running(mode, fuses=by_kernels) as seen:
             given = None
@@ -178,7 +178,7 @@ class CpuBackend(TorchBackend):
             *super()._paths(),
             PathReport(
                 "nodes that attend by a kernel of their own", self._takes_rows,
-                "" if self._takes_rows else "it is for bfloat16, SDPA without windows and CPUs with its order of sums",
+                "" if self._takes_rows else "it is for bfloat16, SDPA and CPUs with its order of sums",
             ),
             *([PathReport("quantized layers", True, quantized)] if quantized else []),
             *([PathReport("states by kernels", mixers > 0, apart or mixed)] if states else []),
@@ -192,6 +192,6 @@ class CpuBackend(TorchBackend):
 def packed_products(model: PreTrainedModel) -> Iterator[None]:
     """Let a model's linear layers use packed weights on this thread, with the bits of torch's products."""
     linears = LinearScope(model)
-    mode = CpuPass(BitPolicy.BATCH, False, linears.packs, linears.fewest)
+    mode = CpuPass(BitPolicy.BATCH, packs=linears.packs, fewest=linears.fewest)
     with patched_attribute("forward", linears.forwards()), running(mode, fuses=False):
         yield

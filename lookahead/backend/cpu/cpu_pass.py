@@ -21,6 +21,7 @@ class CpuPass(NamedTuple):
     policy: BitPolicy  # of rows of half precision
     is_prompt: bool = False  # it reads a part of a prompt, of any number of rows, as torch does
     packs: bool = False  # weights may be packed
+    packs_experts: bool = False  # so may those of mixtures
     fewest: int = 1  # float32 rows from which packed weights are faster
     most_elements: int = 0  # elements of hidden states, up to which layers are fused
     most_in_call: int = 0  # elements of hidden states, up to which a pass is one call and threads share its products

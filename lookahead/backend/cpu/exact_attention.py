@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import row_attention
 from lookahead.kernels.microkernel import LANES
-from lookahead.model.facts import Attention, attention_name, is_sdpa
+from lookahead.model.facts import Attention, attention_name, is_sdpa, sdpa
 from lookahead.model.known_code import arithmetic_flags
 
 Step = tuple[int, int, int, Tensor | None]
@@ -96,6 +96,24 @@ def has_bits_of_sdpa(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool
     return True
 
 
+@lru_cache(maxsize=64)
+@torch.inference_mode()
+def has_bits_behind_windows(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool:
+    """Whether SDPA has the bits of single queries if a mask hides nothing, as transformers passes it behind a window.
+
+    With a mask, the queries that share a KV head become rows of one product, whose sums may have another order.
+    """
+    module: Any = nn.Module()
+    module.num_key_value_groups, module.is_causal = groups, True
+    for one, keys, values in _cancelling(torch.bfloat16, 2 * groups, 2, dim):
+        alone = scaled_dot_product_attention(one, keys, values, enable_gqa=True)
+        seen = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool, device="cpu")
+        masked = sdpa()(module, one, keys, values, seen)[0]
+        if not torch.equal(masked[0, 0], alone[0, :, 0]):
+            return False
+    return True
+
+
 def _cancelling(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Single queries `[1, heads, 1, dim]`, keys and values `[1, kv_heads, length, dim]` for every length.
 
@@ -148,12 +166,15 @@ def _by_kv_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def takes_rows(config: PretrainedConfig) -> bool:
-    """Whether layers without windows of a bfloat16 model can attend by `kernels.row_attention`."""
-    heads, size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    if attention_name(config) != "sdpa" or not isinstance(heads, int) or not isinstance(size, int):
+    """Whether layers of a bfloat16 model can attend by `kernels.row_attention`."""
+    try:
+        heads, size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+        if attention_name(config) != "sdpa" or not isinstance(heads, int) or not isinstance(size, int):
+            return False
+        dim = getattr(config, "head_dim", None) or size // heads
+        groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    except RuntimeError:  # a size that differs between layers
         return False
-    dim = getattr(config, "head_dim", None) or size // heads
-    groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
     return has_bits_of_sdpa(dim, groups, arithmetic_flags())
 
 
@@ -194,11 +215,14 @@ def attend_per_node(
     rows, heads, width, dim = query.shape
     nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
     is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
-    is_whole = is_whole and "position_bias" not in options and (window is None or per_node.deepest + 1 < window)
+    is_whole = is_whole and "position_bias" not in options
+    if window is not None and per_node.deepest + 1 >= window:
+        is_whole = is_whole and crops and has_bits_behind_windows(dim, heads // keys.shape[2], arithmetic_flags())
     is_whole = is_whole and row_attention.is_supported(nodes, keys, values)
     if is_whole and has_bits(own, heads, keys.shape[2], dim):
         scale = options.get("scaling", dim**-0.5)
-        return row_attention.row_attention(nodes, keys, values, **per_node.tensors, scale=scale)
+        limits = row_attention.AttentionLimits(window or 0)
+        return row_attention.row_attention(nodes, keys, values, **per_node.tensors, scale=scale, limits=limits)
     out = query.new_zeros(rows, width, heads, value.shape[3])
     call = partial(_attend_by_torch, module, window=window, crops=crops, own=own, options=options)
     for row, (start, scored, steps) in enumerate(zip(per_node.starts, per_node.scored, per_node.steps, strict=True)):

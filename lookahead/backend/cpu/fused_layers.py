@@ -1,7 +1,8 @@
-"""Decoder layers with fused small operators, for the drafted passes of one model within a block.
+"""Decoder layers whose small operators run in few kernel calls, for the drafted passes of one model within a block.
 
 A pass over a few tokens on a CPU calls about fifty operators and modules per layer, of which seven multiply and one
-attends. The others take a third of its time, nearly all of it call overhead (`lookahead.kernels.layer_ops`).
+attends. The others take a third of its time, nearly all of it call overhead (`lookahead.kernels.layer_ops`). What a
+layer computes is declared (`lookahead.families`).
 """
 
 from __future__ import annotations
@@ -15,25 +16,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lookahead.backend.cpu.cpu_pass import running_pass
+from lookahead.backend.cpu.cpu_pass import CpuPass, running_pass
 from lookahead.backend.cpu.layer_jobs import (
-    LINEARS,
-    LayerParts,
+    ACTIVATIONS,
+    DeclaredLayer,
+    HiddenSum,
+    LayerJobs,
     Positions,
-    Space,
-    jobs_after,
-    jobs_before,
-    jobs_of_heads,
-    norm_of,
+    activation_of,
+    has_own_panels,
+    new_buffer,
 )
 from lookahead.backend.cpu.linears import packed_weights
+from lookahead.backend.cpu.routing import Routing, multiplies, serves
+from lookahead.backend.protocol import BitPolicy
 from lookahead.errors import with_place
+from lookahead.families import FAMILIES, family_of
+from lookahead.families.operations import Experts, Family, Norm, SelfAttention, UndeclaredError
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
+from lookahead.kernels.packed_product import prepared_rows
 from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.attention import registered_attention
 from lookahead.model.call_caches import CACHE
-from lookahead.model.facts import SILU, attention_name, is_offloaded
+from lookahead.model.facts import attention_name, is_offloaded
 from lookahead.model.known_code import (
     arithmetic_flags,
     code_of,
@@ -43,15 +49,6 @@ from lookahead.model.known_code import (
     working_hooks_of,
 )
 
-FAMILIES = {
-    (f"transformers.models.{family.lower()}.modeling_{family.lower()}", f"{family}DecoderLayer"): family
-    for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
-}
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = frozenset(("q_proj", "k_proj", "v_proj", "o_proj"))
-_HEAD_NORMS = "q_norm", "k_norm"
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_NORMS = {(module, f"{family}RMSNorm") for (module, _), family in FAMILIES.items()}
 _DTYPES = torch.float32, torch.bfloat16
 _ROWS = 32  # rows whose mean squares are compared
 _TOLERANCE = 1e-4  # in float32, relative to the largest output
@@ -64,9 +61,9 @@ class FusedLayers(NamedTuple):
     """The modules of a model that can be fused."""
 
     forwards: list[tuple[nn.Module, None, Callable[..., Any]]]  # for `patched_attribute`
-    layers: list[LayerParts]  # the fused decoder layers
-    norms: list[Any]  # fused norms outside of these layers
-    total: int = 0  # decoder layers of a class that can be fused
+    layers: list[DeclaredLayer]  # the fused decoder layers
+    norms: list[Norm]  # fused norms outside of these layers
+    total: int = 0  # decoder layers of a declared class
     reason: str = ""  # why some or all are not fused
 
 
@@ -74,38 +71,46 @@ def find_fused(model: nn.Module) -> FusedLayers:
     """The decoder layers and norms whose operators can be fused, and the replacements of their `forward`.
 
     In bfloat16 they keep the bits of the model's own code, which is checked first. Layers that are hooked, adapted,
-    offloaded, in training, not on the CPU or of an unknown class stay as they are.
+    offloaded, in training, not on the CPU or of a class without a declaration stay as they are.
     """
     modules = list(model.modules())
     is_called_otherwise = bool(global_hooks()) or any(module._compiled_call_impl is not None for module in modules)
-    found = [module for module in modules if name_of(module) in FAMILIES]
+    declared = [(module, family) for module in modules if (family := family_of(module)) is not None]
     reason = ""
-    if not found:
-        reason = f"they are for {', '.join(sorted(FAMILIES.values()))}"
+    if not declared:
+        reason = f"they are for {', '.join(sorted(family.name for family in FAMILIES))}"
     elif torch.is_autocast_enabled("cpu"):  # products have another type than their inputs
         reason = "autocast is on"
     elif is_called_otherwise or "forward" in model.__dict__:
         reason = "hooks for all modules, a forward of their own or a compiled module surround them"
     if reason:
-        return FusedLayers([], [], [], len(found), reason)
-    layers = [_parts_of(each) for each in found]
-    kinds = {type(part) for parts in layers if parts is not None for part in parts.reimplemented}
-    kinds |= {type(module) for module in modules if name_of(module) in _NORMS}
+        return FusedLayers([], [], [], len(declared), reason)
+    layers, reasons = list[DeclaredLayer](), dict[str, None]()
+    for at, (module, family) in enumerate(declared):
+        try:
+            layers.append(_declared(module, family))
+        except (UndeclaredError, AttributeError, KeyError, TypeError) as error:
+            reasons[f"layer {at}: {error}"] = None
+    family = declared[0][1]
+    norm_class = vars(sys.modules[family.file]).get(f"{family.name}RMSNorm")
+    outer = [family.norm(module) for module in modules if type(module) is norm_class and _is_plain_norm(module)]
+    kinds = {type(part) for layer in layers for part in layer.parts} | {type(norm.module) for norm in outer}
     code = code_of(frozenset(kinds))
     # Another package may have replaced a function that the kernels reimplement.
     if code.foreign or not multiplies_as_shipped():
-        return FusedLayers([], [], [], len(found), "the code that they replace is not as shipped")
-    right = [parts for parts in layers if parts is not None and _is_right(parts, code.number)]
+        return FusedLayers([], [], [], len(declared), "the code that they replace is not as shipped")
+    right = [layer for layer in layers if _is_right(layer, code.number)]
+    if len(right) < len(layers):
+        reasons["some compute differently from their declaration"] = None
     # The last norm of the model, and the norms of layers that are not fused as a whole.
-    inside = {norm for parts in right for norm in parts.norms}
-    norms: list[Any] = [module for module in modules if module not in inside and _is_plain_norm(module)]
+    inside = {id(norm.module) for layer in right for norm in layer.norms}
+    norms = [norm for norm in outer if id(norm.module) not in inside]
     norms = [norm for norm in norms if _keeps_means(norm.weight.dtype, len(norm.weight))]
     forwards: list[tuple[nn.Module, None, Callable[..., Any]]] = [
-        *((parts.layer, None, partial(_layer_forward, parts)) for parts in right),
-        *((norm, None, partial(_norm_forward, norm)) for norm in norms),
+        *((layer.module, None, partial(_layer_forward, layer)) for layer in right),
+        *((norm.module, None, partial(_norm_forward, norm)) for norm in norms),
     ]
-    reason = "" if len(right) == len(found) else "parts of others are not plain, or differ"
-    return FusedLayers(forwards, right, norms, len(found), reason)
+    return FusedLayers(forwards, right, norms, len(declared), "; ".join(reasons))
 
 
 def name_of(module: nn.Module) -> tuple[str, str]:
@@ -125,10 +130,9 @@ def is_bare(module: nn.Module) -> bool:
 
 
 def _is_plain_norm(module: Any) -> bool:
-    """Whether a module is an RMSNorm that the kernel supports."""
+    """Whether the kernel supports an RMSNorm."""
     return (
-        name_of(module) in _NORMS
-        and is_bare(module)
+        is_bare(module)
         and type(module.weight) is nn.Parameter
         and module.weight.dtype in _DTYPES
         and module.weight.device.type == "cpu"
@@ -136,174 +140,245 @@ def _is_plain_norm(module: Any) -> bool:
     )
 
 
-def _parts_of(layer: Any) -> LayerParts | None:
-    """The parts of a decoder layer; None if one of them is not plain."""
-    family, code = FAMILIES[name_of(layer)], vars(sys.modules[type(layer).__module__])
-    if set(layer._modules) != _LAYER or not is_bare(layer):
-        return None
-    attention, mlp = layer.self_attn, layer.mlp
-    heads = _HEAD_NORMS if family == "Qwen3" else ()
-    if set(attention._modules) != _ATTENTION.union(heads) or set(mlp._modules) != _MLP:
-        return None
-    norms = [layer.input_layernorm, layer.post_attention_layernorm, *(attention._modules[name] for name in heads)]
-    inner = attention._modules | mlp._modules
-    linears = tuple(inner[name] for name in LINEARS)
-    kinds = [type(each) for each in (attention, mlp)]
-    is_plain = (
-        kinds == [code[f"{family}Attention"], code[f"{family}MLP"]]
-        and type(mlp.act_fn) in SILU
-        and all(map(is_bare, (attention, mlp, mlp.act_fn)))
-        and all(_is_plain_norm(norm) and norm.weight.dtype == norms[0].weight.dtype for norm in norms)
-        # Products are called as modules whatever their weights, and overwritten: no hook may keep them.
-        and all(type(linear) in (nn.Linear, QuantizedLinear) and not is_offloaded(linear) for linear in linears)
-        and not any(is_set_by_user(linear) for linear in linears)
-        and not any(linear._forward_pre_hooks or linear._forward_hooks for linear in linears)
-        and all("weight" in linear._parameters for linear in linears)  # a parametrization computes it at every call
-        and attention_name(attention.config) in ("sdpa", "eager")
+def _is_plain_linear(linear: Any) -> bool:
+    # Products are called as modules whatever their weights, and overwritten: no hook may keep them.
+    return (
+        type(linear) in (nn.Linear, QuantizedLinear)
+        and not is_offloaded(linear)
+        and not is_set_by_user(linear)
+        and not (linear._forward_pre_hooks or linear._forward_hooks)
+        and "weight" in linear._parameters  # a parametrization computes it at every call
     )
-    if not is_plain:
-        return None
-    options: dict[str, Any] = {"dropout": 0.0, "scaling": attention.scaling}
-    if family != "Llama":
-        owner = attention.config if family == "Mistral" else attention
-        options["sliding_window"] = getattr(owner, "sliding_window", None)
-    return LayerParts(layer, attention, linears, tuple(norms), code["eager_attention_forward"], options, {})
 
 
-def takes(x: Tensor, norm: Any) -> bool:
+def _is_passive(module: nn.Module) -> bool:
+    """Whether a module returns its input."""
+    return type(module) is nn.Dropout and is_bare(module) and (module.p == 0 or not module.training)
+
+
+def _declared(module: Any, family: Family) -> DeclaredLayer:
+    """The declared operations of a decoder layer; raises UndeclaredError if it has, or does, more."""
+    residuals = family.layer(module)
+    layer = DeclaredLayer(module, family, residuals, vars(sys.modules[family.file])["eager_attention_forward"], {})
+    names = {id(part): name or "itself" for name, part in module.named_modules()}
+    known = {id(part) for part in (*layer.parts, *layer.linears)}
+    faults = [names[id(part)] for part in module.modules() if id(part) not in known and not _is_passive(part)]
+    if faults:
+        raise UndeclaredError(f"{faults[0]} is not declared")
+    own = {id(tensor) for tensor in layer.attention.options.values() if isinstance(tensor, Tensor)}
+    if mixture := layer.experts:
+        own |= {id(tensor) for tensor in (*mixture.weights, *mixture.router._parameters.values())}
+    for part in layer.parts:
+        of_file = type(part).__module__ == family.file or type(part) in ACTIVATIONS
+        is_norm = any(part is norm.module for norm in layer.norms)
+        more = [tensor for tensor in part._parameters.values() if tensor is not None and id(tensor) not in own]
+        if not (of_file and is_bare(part)) or (more and not is_norm):
+            raise UndeclaredError(f"{names[id(part)]} is more than its class says")
+    norm_weights = [norm.weight for norm in layer.norms]
+    if not all(map(_is_plain_norm, (norm.module for norm in layer.norms))):
+        raise UndeclaredError("a norm is hooked, or of an unsupported type")
+    if len({weight.dtype for weight in norm_weights}) > 1:
+        raise UndeclaredError("its norms have several types of numbers")
+    for linear in layer.linears:
+        if not _is_plain_linear(linear):
+            raise UndeclaredError(f"{names[id(linear)]} is hooked, adapted or offloaded")
+    products = [product for part in residuals for product in part.mixer.products]
+    if not all(map(has_own_panels, products)):
+        raise UndeclaredError("parts of a weight begin within a panel of the packed weight")
+    if attention_name(layer.attention.module.config) not in ("sdpa", "eager"):
+        raise UndeclaredError("its attention is neither sdpa nor eager")
+    if any(type(activation) not in ACTIVATIONS for activation in layer.activations):
+        raise UndeclaredError("its activation has no kernel")
+    if mixture and not multiplies(mixture):
+        raise UndeclaredError("the kernels do not multiply by the weights of its experts")
+    return layer
+
+
+def takes(x: Tensor, norm: Norm, experts: Experts | None = None) -> bool:
     """Whether this thread runs one of our passes, and fused layers accept its hidden states, `[rows, tokens, size]`."""
     mode = running_pass()
     return (
         mode is not None
-        and 0 < x.numel() <= mode.most_elements
+        and x.numel() > 0
+        # By its own code a mixture has other bits for several rows than for one.
+        and (x.numel() <= mode.most_elements or (experts is not None and _keeps_bits(mode)))
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")  # a user's function may enter it within the pass
-        and x.dtype == norm._parameters["weight"].dtype
+        and x.dtype == norm.weight.dtype
         and x.is_contiguous()
     )
 
 
-def _norm_forward(norm: Any, x: Tensor) -> Tensor:
+def _keeps_bits(mode: CpuPass) -> bool:
+    return mode.most_elements > 0 and mode.policy is BitPolicy.SOLO and not mode.is_prompt
+
+
+def _norm_forward(norm: Norm, x: Tensor) -> Tensor:
     """The norm's `forward`, as one kernel call for a few tokens on a thread that runs a pass."""
     if not takes(x, norm):
-        own: Tensor = type(norm).forward(norm, x)
+        own: Tensor = type(norm.module).forward(norm.module, x)
         return own
     out = torch.empty_like(x)
-    run(norm_of(norm, x, out))
+    run(layer_ops.norm(x, norm.weight, out, norm.eps, kind=norm.kind))
     return out
 
 
-def _layer_forward(parts: LayerParts, *args: Any, **kwargs: Any) -> Any:
+def _layer_forward(layer: DeclaredLayer, *args: Any, **kwargs: Any) -> Any:
     """The layer's `forward`, fused for a few tokens on a thread that runs a pass."""
     positions, cache = kwargs.get("position_embeddings"), kwargs.get(CACHE)
     # A cache under another name would be ignored.
-    if len(args) != 1 or positions is None or cache is None or not takes(args[0], parts.norms[0]):
-        return type(parts.layer).forward(parts.layer, *args, **kwargs)
-    return _fused(parts, args[0], **kwargs)
+    if len(args) != 1 or positions is None or cache is None or not takes(args[0], layer.norms[0], layer.experts):
+        return type(layer.module).forward(layer.module, *args, **kwargs)
+    return _fused(layer, args[0], **kwargs)
+
+
+class _CalledAttention:
+    """Attention by the registered function, over the keys and values of a cache."""
+
+    def __init__(self, layer: DeclaredLayer, cache: Any, mask: Tensor | None, options: dict[str, Any]) -> None:
+        self._layer, self._cache, self._mask, self._options = layer, cache, mask, options
+
+    def outputs(self, part: SelfAttention, jobs: LayerJobs) -> tuple[Tensor, Tensor]:
+        return jobs.take("key", part.key.outputs), jobs.take("value", part.value.outputs)
+
+    def attend(self, part: SelfAttention, jobs: LayerJobs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        jobs.run()
+        module, (rows, tokens, size) = part.module, query.shape
+        query, key, value = (
+            numbers.view(rows, tokens, -1, module.head_dim).transpose(1, 2) for numbers in (query, key, value)
+        )
+        if self._cache is not None:
+            key, value = self._cache.update(key, value, module.layer_idx)
+        by_model = registered_attention(module.config, self._layer.eager)
+        attended: Tensor = by_model(module, query, key, value, self._mask, **part.options, **self._options)[0]
+        return attended.contiguous().view(rows, tokens, size)
 
 
 def _fused(
-    parts: LayerParts,
+    layer: DeclaredLayer,
     hidden: Tensor,
     position_embeddings: Positions,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """A decoder layer, `[rows, tokens, size]`. Consecutive kernels run in one call."""
-    attention, (before, between, *_) = parts.attention, parts.norms
-    weights, linears = packed_weights(parts.linears, hidden, parts.known), parts.linears
-    (rows, tokens, _), cache, normed = hidden.shape, kwargs.pop(CACHE, None), torch.empty_like(hidden)
-    cos, sin = (embedding.expand(rows, -1, -1).contiguous() for embedding in position_embeddings)
-    first = norm_of(before, hidden, normed)
-    if weights:
-        space = Space.of(hidden, weights, tokens)._replace(normed=normed)
-        query, (key, value) = space.query, (hidden.new_empty(rows, tokens, weight.outputs) for weight in weights[1:3])
-        run(*jobs_before(parts, weights, first, space, key, value, (cos, sin)))
-    else:
-        run(first)
-        query, key, value = (linear(normed) for linear in linears[:3])
-        run(*jobs_of_heads(parts, query, key, (cos, sin)))
-    query, key, value = (each.view(rows, tokens, -1, cos.shape[-1]).transpose(1, 2) for each in (query, key, value))
-    if cache is not None:
-        key, value = cache.update(key, value, attention.layer_idx)
-    by_model = registered_attention(attention.config, parts.eager)
-    attended = by_model(attention, query, key, value, attention_mask, **parts.options, **kwargs)[0]
-    attended = attended.contiguous().view(rows, tokens, -1)
-    if weights:
-        run(*jobs_after(parts, weights, hidden, space._replace(attended=attended)))
-        return space.total.add_(space.change)
-    total = torch.empty_like(hidden)
-    run(norm_of(between, hidden, normed, delta=linears[3](attended), total=total))
-    gate, up = linears[4](normed), linears[5](normed)
-    run(layer_ops.gating(gate, up))
-    return total.add_(linears[6](gate))
+    linears, (rows, tokens, _), cache = layer.linears, hidden.shape, kwargs.pop(CACHE, None)
+    weights = packed_weights(linears, hidden, layer.known)
+    rope = layer.attention.rope
+    positions = {}
+    if rope is not None:
+        cos, sin = (embedding.expand(rows, -1, -1).contiguous() for embedding in position_embeddings)
+        positions = {rope.kind: (cos, sin)}
+    by_linear = dict(zip(map(id, linears), weights, strict=True)) if weights else {}
+    prepared = prepared_rows(weights, rows * tokens) if weights else None
+    attend = _CalledAttention(layer, cache, attention_mask, kwargs)
+    jobs = LayerJobs(
+        new_buffer(hidden, tokens), by_linear, prepared, positions, attend, partial(_routing, rows * tokens, hidden)
+    )
+    if serves(hidden.dtype, running_pass()):
+        jobs.mixture = layer.mixture()
+    total, _ = jobs.normed(None, jobs.layer(layer.residuals, HiddenSum(hidden)), "")
+    jobs.run()
+    return total
 
 
-def _is_right(parts: LayerParts, code: int) -> bool:
+def _routing(tokens: int, like: Tensor, part: Experts) -> Routing:
+    return Routing(part, tokens, like.dtype)
+
+
+def _is_right(layer: DeclaredLayer, code: int) -> bool:
     """Whether a fused layer computes the same as the layer itself; compared once per class, code and sizes."""
+    rope = layer.attention.rope
     kind = (
-        type(parts.layer), code, arithmetic_flags(),
-        parts.attention.head_dim, parts.norms[0].weight.dtype, torch.get_num_threads(),
-        *((norm.weight.shape, norm.variance_epsilon) for norm in parts.norms),
+        type(layer.module), code, arithmetic_flags(),
+        layer.attention.module.head_dim, layer.norms[0].weight.dtype, torch.get_num_threads(), rope and rope[1:],
+        *((norm.weight.shape, norm.eps, norm.kind) for norm in layer.norms),
+        *(residual.factor for residual in layer.residuals),
         *(
-            (type(each), type(weight), weight.dtype, weight.shape, getattr(parameters.get("bias"), "dtype", None))
-            for each in parts.linears
-            for parameters in (each._parameters,)
+            (type(linear), type(weight), weight.dtype, weight.shape, getattr(parameters.get("bias"), "dtype", None))
+            for linear in layer.linears
+            for parameters in (linear._parameters,)
             for weight in (parameters["weight"],)
         ),
+        *(weight.shape for weight in (layer.experts.weights if layer.experts else ())),
     )  # fmt: skip
     if kind not in _probed:
-        _probed[kind] = _computes_the_same(parts) and all(
-            _keeps_means(norm.weight.dtype, len(norm.weight)) for norm in parts.norms
+        _probed[kind] = _computes_the_same(layer) and all(
+            _keeps_means(norm.weight.dtype, len(norm.weight)) for norm in layer.norms
         )
     return _probed[kind]
 
 
-def _computes_the_same(parts: LayerParts) -> bool:
-    """Compare a layer, its norm and its rotation with their fused forms on two rows of three tokens."""
-    norm, dim = parts.norms[0], parts.attention.head_dim
-    weight, source = norm.weight, torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, len(weight), generator=source, dtype=torch.float32, device="cpu").to(weight.dtype)
-    angles, query, key = (
-        torch.randn(2, 3, *size, dim, generator=source, dtype=torch.float32, device="cpu") for size in ((), (2,), (1,))
-    )
-    query, key = query.to(weight.dtype), key.to(weight.dtype)
-    places = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
-    rotate = vars(sys.modules[type(parts.layer).__module__])["apply_rotary_pos_emb"]
+def _random(source: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=source, dtype=torch.float32, device="cpu")
+
+
+def _computes_the_same(layer: DeclaredLayer) -> bool:
+    """Compare a layer, its norms and its rotation with their fused forms on two rows of three tokens."""
+    dim, rope = layer.attention.module.head_dim, layer.attention.rope
+    dtype, source = layer.norms[0].weight.dtype, torch.Generator().manual_seed(0)
+    size = layer.attention.query.module.in_features
+    x = _random(source, 2, 3, size).to(dtype)
+    angles = _random(source, 2, 3, dim if rope is None else rope.size // (2 if rope.shares else 1))
+    query, key = (_random(source, 2, 3, heads, dim).to(dtype) for heads in (2, 1))
+    of_angles = torch.float32 if rope is not None and rope.is_wide else dtype
+    places = angles.cos().to(of_angles), angles.sin().to(of_angles)
+    rotate = vars(sys.modules[layer.family.file])["apply_rotary_pos_emb"]
     try:
-        rotated = rotate(query, key, *places, unsqueeze_dim=2)
-        normed = torch.empty_like(x)
-        run(layer_ops.rotation(query, key, *places), layer_ops.norm(x, weight, normed, norm.variance_epsilon))
-        pairs = [
-            (type(parts.layer).forward(parts.layer, x, position_embeddings=places), _fused(parts, x, places)),
-            (type(norm).forward(norm, x), normed),
-            *zip(rotated, (query, key), strict=True),
-        ]
+        pairs = _mixed(layer, source) if layer.experts else []
+        # By its own code a mixture has other bits for several rows than for one.
+        first = (slice(1), slice(1)) if layer.experts else (slice(2), slice(3))
+        some, cos, sin = (tensor[first].contiguous() for tensor in (x, *places))
+        own = type(layer.module).forward(layer.module, some, position_embeddings=(cos, sin))
+        pairs.append((own, _fused(layer, some, (cos, sin))))
+        if rope is not None:
+            rotated = rotate(query, key, *places, unsqueeze_dim=2)
+            run(layer_ops.rotation(query, key, *places, dim, rope.size))
+            pairs += zip(rotated, (query, key), strict=True)
+        for norm in layer.norms:
+            states = _random(source, 6, len(norm.weight)).to(dtype)
+            normed = torch.empty_like(states)
+            run(layer_ops.norm(states, norm.weight, normed, norm.eps, kind=norm.kind))
+            pairs.append((type(norm.module).forward(norm.module, states), normed))
     except (RuntimeError, TypeError, ValueError) as error:  # e.g. an unknown transformers version or an unusual weight
-        _log.warning("layers of %s are not fused: %s", type(parts.layer).__name__, with_place(error))
+        _log.warning("layers of %s are not fused: %s", type(layer.module).__name__, with_place(error))
         return False
-    if weight.dtype == torch.bfloat16:
-        return all(torch.equal(*pair) for pair in pairs) and _keeps_silu()
+    if dtype == torch.bfloat16:
+        kinds = {type(activation) for activation in layer.activations}
+        return all(torch.equal(*pair) for pair in pairs) and all(map(_keeps_activation, kinds))  # type: ignore[arg-type]
     return all(bool((own - fused).abs().max() <= _TOLERANCE * own.abs().max()) for own, fused in pairs)
+
+
+def _mixed(layer: DeclaredLayer, source: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """The results of a mixture for some rows, each alone by its own code, and all of them by the kernels."""
+    part = layer.experts
+    assert part is not None
+    x = _random(source, 1, _ROWS, part.weights[0].shape[-1]).to(part.weights[0].dtype)
+    own = torch.cat([part.module(row) for row in x.split(1, 1)], 1)
+    attend, routing = _CalledAttention(layer, None, None, {}), partial(_routing, _ROWS, x)
+    jobs = LayerJobs(new_buffer(x, _ROWS), {}, None, {}, attend, routing)
+    jobs.mixture = layer.mixture()
+    fused = jobs.mixed(part, x)
+    jobs.run()
+    return [(own, fused)]
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode()
 def _keeps_means(dtype: torch.dtype, size: int) -> bool:
     """Whether the kernel sums squares in torch's order, which the bits of a bfloat16 norm seldom show."""
-    x = torch.randn(_ROWS, size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(
-        dtype
-    )
+    x = _random(torch.Generator().manual_seed(0), _ROWS, size).to(dtype)
     means = torch.empty(_ROWS, dtype=torch.float32, device="cpu")
     run(layer_ops.norm(x, x[0], torch.empty_like(x), 0.0, means=means))
     return torch.equal(means, x.float().pow(2).mean(-1)) or dtype != torch.bfloat16
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=8)
 @torch.inference_mode()
-def _keeps_silu() -> bool:
+def _keeps_activation(kind: Any) -> bool:
     """Whether the kernel has torch's bits for every bfloat16 value."""
     x = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
-    own, fused = nn.functional.silu(x), x.clone()
-    run(layer_ops.gating(fused, torch.ones_like(x)))
+    module = kind()
+    own, fused = module(x), x.clone()
+    run(layer_ops.gating(fused, torch.ones_like(x), *activation_of(module, x.dtype)))
     return torch.equal(own.isnan(), fused.isnan()) and torch.equal(own.nan_to_num(0), fused.nan_to_num(0))

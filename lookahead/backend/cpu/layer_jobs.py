@@ -1,133 +1,297 @@
-"""Decoder layers as jobs of the kernels: the parts before and after attention."""
+"""Declared decoder layers as jobs of the kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers import activations
 
-from lookahead.kernels import layer_ops
-from lookahead.kernels.jobs import Job
-from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
-
-LINEARS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+from lookahead.backend.cpu.routing import MixtureWeights, Routing, weights_of
+from lookahead.families.operations import Experts, Family, Mlp, Norm, Product, Residual, SelfAttention
+from lookahead.kernels import experts, layer_ops
+from lookahead.kernels.jobs import Job, run
+from lookahead.kernels.packed_product import COLUMNS, PackedWeight, product
+from lookahead.model.known_code import arithmetic_flags
 
 Positions = tuple[Tensor, Tensor]
-"""The cosines and sines of a pass, `[rows, tokens, dim]`, contiguous."""
+"""The cosines and sines of a pass, `[rows, tokens, size]`, contiguous."""
+
+_FORMULAS: dict[Any, int] = {
+    activations.SiLUActivation: layer_ops.SILU,
+    nn.SiLU: layer_ops.SILU,
+    activations.GELUTanh: layer_ops.GELU_TANH,
+    activations.NewGELUActivation: layer_ops.GELU_TANH,
+}
+ACTIVATIONS = frozenset(_FORMULAS)
+"""The classes of activations that have a formula in float32."""
 
 
-class LayerParts(NamedTuple):
-    """The parts of a decoder layer that jobs compute."""
+class DeclaredLayer(NamedTuple):
+    """A decoder layer whose operations are declared."""
 
-    layer: Any
-    attention: Any
-    linears: tuple[Any, ...]  # in the order of `LINEARS`
-    norms: tuple[Any, ...]  # before attention, before the MLP, and of the heads of queries and keys
-    eager: Callable[..., Any]
-    options: dict[str, Any]  # of the attention function
+    module: Any
+    family: Family
+    residuals: tuple[Residual, ...]
+    eager: Callable[..., Any]  # attention function of its file
     known: dict[Any, Any]  # cache of `packed_weights`
 
     @property
-    def reimplemented(self) -> tuple[Any, ...]:
-        """The modules that the jobs reimplement; `lookahead.backend.cpu.linears` handles linear layers."""
-        mlp = self.layer.mlp
-        return (self.layer, self.attention, mlp, mlp.act_fn, *self.norms)
+    def attention(self) -> SelfAttention:
+        """Its attention."""
+        return next(part.mixer for part in self.residuals if isinstance(part.mixer, SelfAttention))
 
     @property
-    def biases(self) -> list[Tensor | None]:
-        """The biases of the linear layers."""
-        return [linear._parameters["bias"] for linear in self.linears]
+    def experts(self) -> Experts | None:
+        """Its mixture of experts, if it has one."""
+        return next((part.mixer for part in self.residuals if isinstance(part.mixer, Experts)), None)
+
+    def mixture(self, *, packs: bool = False) -> MixtureWeights | None:
+        """The weights of its mixture; `packs` makes packed copies."""
+        part = self.experts
+        return None if part is None else weights_of(part, self.known, packs=packs)
+
+    @property
+    def linears(self) -> list[Any]:
+        """Its linear layers, each once."""
+        return list(dict.fromkeys(product.module for part in self.residuals for product in part.mixer.products))
+
+    @property
+    def activations(self) -> list[Any]:
+        """The modules of its activations."""
+        mixers = (part.mixer for part in self.residuals)
+        return [mixer.activation for mixer in mixers if not isinstance(mixer, SelfAttention)]
+
+    @property
+    def norms(self) -> list[Norm]:
+        """Its norms."""
+        return [norm for part in self.residuals for norm in part.norms]
+
+    @property
+    def parts(self) -> list[Any]:
+        """The modules that the jobs reimplement; `lookahead.backend.cpu.linears` handles linear layers."""
+        inner = [module for part in self.residuals for module in part.mixer.parts]
+        return [self.module, *inner, *(norm.module for norm in self.norms)]
 
 
-class Space(NamedTuple):
-    """Output buffers of the jobs of a layer, `[rows, tokens, size]`."""
+class Attend(Protocol):
+    """Where the keys and values of an attention go, and how its queries attend."""
 
-    normed: Tensor
-    query: Tensor
-    attended: Tensor
-    delta: Tensor
+    def outputs(self, part: SelfAttention, jobs: LayerJobs) -> tuple[Tensor, Tensor]:
+        """Tensors for keys and values, `[rows, tokens, kv_heads * dim]`; `jobs` makes the buffers of `part`."""
+
+    def attend(self, part: SelfAttention, jobs: LayerJobs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """What queries attend to.
+
+        Args:
+            part: The attention.
+            jobs: The jobs, to which it may add.
+            query: `[rows, tokens, heads * dim]`.
+            key: `[rows, tokens, kv_heads * dim]`.
+            value: Like `key`.
+
+        Returns:
+            A tensor of the shape of `query`.
+        """
+
+
+class HiddenSum(NamedTuple):
+    """The hidden states between two operations: `total + factor * delta`."""
+
     total: Tensor
-    gate: Tensor
-    up: Tensor
-    change: Tensor
-    prepared: Tensor | None  # of `packed_product.prepared_rows`
-
-    @classmethod
-    def of(cls, hidden: Tensor, weights: Sequence[PackedWeight], tokens: int) -> Space:
-        """Buffers for `tokens` tokens per row; `weights` are of layers of one size, and others that use `prepared`."""
-        outputs = [weight.outputs for weight in weights[: len(LINEARS)]]
-        query, size, inner = outputs[0], outputs[3], outputs[4]
-        sizes = size, query, query, size, size, inner, inner, size
-        tensors = [hidden.new_empty(len(hidden), tokens, size) for size in sizes]
-        return cls._make([*tensors, prepared_rows(weights, len(hidden) * tokens)])
-
-    def first(self, tokens: int) -> Space:
-        """The buffers of the first tokens of a single row."""
-        return Space._make([*(each[:, :tokens] for each in self[:-1]), self.prepared])
+    delta: Tensor | None = None
+    factor: float = 1.0
 
 
-def norm_of(module: Any, x: Tensor, out: Tensor, **added: Tensor) -> Job:
-    """The job of an RMSNorm."""
-    return layer_ops.norm(x, module._parameters["weight"], out, module.variance_epsilon, **added)
-
-
-def jobs_of_heads(parts: LayerParts, query: Tensor, key: Tensor, positions: Positions) -> list[Job]:
-    """Norms of heads, if the layer has some, and rotation."""
-    jobs = list[Job]()
-    for each, norm in zip((query, key), parts.norms[2:], strict=False):
-        heads = each.view(*each.shape[:2], -1, positions[0].shape[-1])
-        jobs.append(norm_of(norm, heads, heads))
-    return [*jobs, layer_ops.rotation(query, key, *positions)]
-
-
-def _products(
-    weights: Sequence[PackedWeight],
-    x: Tensor,
-    biases: Sequence[Tensor | None],
-    outs: Sequence[Tensor],
-    prepared: Tensor | None,
-) -> list[Job]:
-    """Jobs that multiply rows by several weights; consecutive weights of one type share a job."""
-    kinds = [(weight.packed.dtype, weight.kernel) for weight in weights]
-    ends = [at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]]
-    parts = [slice(*pair) for pair in pairwise((0, *ends, len(kinds)))]
-    return [job for part in parts for job in product(weights[part], x, biases[part], outs[part], prepared)]
-
-
-def jobs_before(
-    parts: LayerParts,
-    weights: Sequence[PackedWeight],
-    first: Job,
-    space: Space,
-    key: Tensor,
-    value: Tensor,
-    positions: Positions,
-) -> list[Job]:
-    """From the first norm of a layer to rotated queries and keys.
+class LayerJobs:
+    """Makes the jobs of declared layers for some tokens.
 
     Args:
-        parts: The layer.
-        weights: Its packed weights, in the order of `LINEARS`.
-        first: The job of its first norm.
-        space: Output buffers of the jobs.
-        key: Output for the keys, `[rows, tokens, kv_heads * dim]`.
-        value: Output for the values, of the same shape.
-        positions: Cosines and sines.
+        take: Makes the buffer of a name for `size` numbers per token, `[rows, tokens, size]`.
+        weights: Packed weights by the id of their linear layer. Others are multiplied by calling the layer, which runs
+            the jobs before it.
+        prepared: The result of `packed_product.prepared_rows`.
+        positions: Cosines and sines, by the kind of rope.
+        attend: Keys, values and attention.
+        routing: Makes, or finds, the routing of a mixture.
     """
-    outs = space.query, key, value
-    products = _products(weights[:3], space.normed, parts.biases[:3], outs, space.prepared)
-    return [first, *products, *jobs_of_heads(parts, space.query, key, positions)]
+
+    def __init__(
+        self,
+        take: Callable[[str, int], Tensor],
+        weights: Mapping[int, PackedWeight],
+        prepared: Tensor | None,
+        positions: Mapping[str, Positions],
+        attend: Attend,
+        routing: Callable[[Experts], Routing] | None = None,
+    ) -> None:
+        self.take, self.jobs = take, list[Job]()
+        self._weights, self._prepared, self._positions, self._attend = weights, prepared, positions, attend
+        self._routing = routing
+        self.mixture: MixtureWeights | None = None  # of the layer; None calls its mixture as a module
+        self._turn = 0  # sums are written to two buffers in turn
+
+    def pause(self, then: Callable[[int], None], tokens: int) -> None:
+        """Run the jobs so far, and call a function with the number of tokens."""
+        self.run()
+        then(tokens)
+
+    def run(self) -> None:
+        """Run the jobs so far."""
+        if self.jobs:
+            run(*self.jobs)
+        self.jobs = []
+
+    def layer(self, residuals: Sequence[Residual], stream: HiddenSum, into: Tensor | None = None) -> HiddenSum:
+        """Add the jobs of a layer. Its input is written to `into`, if that is not already its buffer."""
+        for part in residuals:
+            total, x = self.normed(part.before, stream, "normed", into)
+            out, into = self.mixed(part.mixer, x), None
+            if part.after:
+                normed = self.take("after", out.shape[-1])
+                self._norm(part.after, out, normed)
+                out = normed
+            stream = HiddenSum(total, out, part.factor)
+        return stream
+
+    def normed(
+        self, norm: Norm | None, stream: HiddenSum, out: str | Tensor, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of a stream, and its norm in the buffer `out`; without a norm the sum twice."""
+        total, delta, factor = stream
+        target = None
+        if norm is not None:
+            target = out if isinstance(out, Tensor) else self.take(out, total.shape[-1])
+        if delta is None:
+            if norm is not None and target is not None:
+                self._norm(norm, total, target)
+            return total, total if target is None else target
+        self._turn = 1 - self._turn
+        added = self.take(f"total {self._turn}", total.shape[-1]) if into is None else into
+        self._norm(norm, total, target, delta=delta, factor=factor, total=added)
+        return added, added if target is None else target
+
+    def _norm(self, norm: Norm | None, x: Tensor, out: Tensor | None, **added: Any) -> None:
+        weight, eps, kind = (None, 0.0, 0) if norm is None else (norm.weight, norm.eps, norm.kind)
+        self.jobs.append(layer_ops.norm(x, weight, out, eps, kind=kind, **added))
+
+    def mixed(self, part: SelfAttention | Mlp | Experts, x: Tensor) -> Tensor:
+        """What attention, an MLP or a mixture makes of rows, `[rows, tokens, size]`."""
+        if isinstance(part, Experts):
+            return self._routed(part, x)
+        return self._attended(part, x) if isinstance(part, SelfAttention) else self._fed(part, x)
+
+    def _routed(self, part: Experts, x: Tensor) -> Tensor:
+        if self.mixture is None or self._routing is None:
+            self.run()
+            called: Tensor = part.module(x)
+            return called
+        (router, gate_up, down), routing, size = self.mixture, self._routing(part), x.shape[-1]
+        tokens, biases = x.numel() // size, [part.router._parameters.get("bias")]
+        flat = x.reshape(tokens, size)
+        if router is None:
+            self.jobs.append(experts.gather(flat, routing.rows[:tokens], routing.numbers[:tokens]))
+        else:
+            self.jobs += product([router], x, biases, [routing.logits[:tokens]], self._prepared)
+        self.pause(partial(routing.fill, part, router is None), tokens)
+        rows, inner = tokens * part.chosen, down.terms * (1 if x.dtype == torch.float32 else 2)
+        chosen = routing.chosen, rows
+        routed, both, gate, results = (
+            self.take(name, part.chosen * width).view(rows, width)
+            for name, width in (("routed", size), ("both", 2 * inner), ("gate", inner), ("results", size))
+        )
+        kind, table = activation_of(part.activation, x.dtype)
+        out = self.take("change", size)
+        self.jobs += [
+            experts.gather(flat, routed, routing.sources[:rows]),
+            experts.products(routed, gate_up, None, both, *chosen),
+            layer_ops.gating(both[:, :inner], both[:, inner:], kind, table, gate),
+            experts.products(gate, down, None, results, *chosen),
+            experts.combine(
+                results, routing.factors[:tokens], routing.places[:tokens], out.view(tokens, size),
+                is_wide=part.is_wide,
+            ),
+        ]  # fmt: skip
+        return out
+
+    def _attended(self, part: SelfAttention, x: Tensor) -> Tensor:
+        query = self.take("query", part.query.outputs)
+        key, value = self._attend.outputs(part, self)
+        query, key, value = self.products(part.products[:3], x, (query, key, value))
+        for heads, norm in zip((query, key), part.norms, strict=False):
+            self._norm(norm, heads, heads)
+        if part.rope is not None:
+            dim, turned = part.module.head_dim, part.rope.size
+            self.jobs.append(layer_ops.rotation(query, key, *self._positions[part.rope.kind], dim, turned))
+        attended = self._attend.attend(part, self, query, key, value)
+        (out,) = self.products([part.output], attended, [self.take("change", part.output.outputs)])
+        return out
+
+    def _fed(self, part: Mlp, x: Tensor) -> Tensor:
+        inner = [inner for inner in (part.gate, part.up) if inner is not None]
+        gate, *up = self.products(inner, x, [self.take(f"inner {at}", each.outputs) for at, each in enumerate(inner)])
+        kind, table = activation_of(part.activation, gate.dtype)
+        self.jobs.append(layer_ops.gating(gate, up[0] if up else None, kind, table))
+        (out,) = self.products([part.down], gate, [self.take("change", part.down.outputs)])
+        return out
+
+    def products(self, products: Sequence[Product], x: Tensor, outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Multiply rows; returns the results, which are in `outs` if weights are packed."""
+        if not all(id(part.module) in self._weights for part in products):
+            self.run()
+            called = {id(part.module): part.module for part in products}
+            whole = {key: linear(x) for key, linear in called.items()}
+            return [
+                whole[id(part.module)][..., part.first : part.first + part.outputs].contiguous() for part in products
+            ]
+        weights = [part_of(self._weights[id(part.module)], part) for part in products]
+        biases = [part.bias for part in products]
+        kinds = [(weight.packed.dtype, weight.kernel) for weight in weights]
+        # Consecutive weights of one type share a job.
+        ends = [at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]]
+        for pair in pairwise((0, *ends, len(kinds))):
+            some = slice(*pair)
+            self.jobs += product(weights[some], x, biases[some], outs[some], self._prepared)
+        return outs
 
 
-def jobs_after(parts: LayerParts, weights: Sequence[PackedWeight], hidden: Tensor, space: Space) -> list[Job]:
-    """The jobs from attention to `space.total` and `space.change`, whose sum is the layer's result."""
-    biases, (normed, _, attended, delta, total, gate, up, change, prepared) = parts.biases, space
-    return [
-        *_products(weights[3:4], attended, biases[3:4], (delta,), prepared),
-        norm_of(parts.norms[1], hidden, normed, delta=delta, total=total),
-        *_products(weights[4:6], normed, biases[4:6], (gate, up), prepared),
-        layer_ops.gating(gate, up),
-        *_products(weights[6:], gate, biases[6:], (change,), prepared),
-    ]
+def part_of(weight: PackedWeight, part: Product) -> PackedWeight:
+    """The weight of some outputs of a packed weight, which begin with a panel."""
+    if part.outputs == weight.outputs:
+        return weight
+    panels = weight.packed[part.first // COLUMNS : -(-(part.first + part.outputs) // COLUMNS)]
+    return weight._replace(packed=panels, outputs=part.outputs, panels=len(panels))
+
+
+def has_own_panels(part: Product) -> bool:
+    """Whether some outputs of a packed weight are in panels of their own."""
+    end = part.first + part.outputs
+    return part.first % COLUMNS == 0 and (end % COLUMNS == 0 or end == part.module.out_features)
+
+
+def activation_of(module: Any, dtype: torch.dtype) -> tuple[int, Tensor | None]:
+    """The formula of an activation, or the table of its results."""
+    return _activation(type(module), dtype, arithmetic_flags())  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=16)
+def _activation(kind: Any, dtype: torch.dtype, flags: tuple[Any, ...]) -> tuple[int, Tensor | None]:
+    formula = _FORMULAS[kind]
+    if dtype != torch.bfloat16 or formula == layer_ops.SILU:
+        return formula, None
+    numbers = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    with torch.inference_mode():
+        return layer_ops.TABLE, kind()(numbers)
+
+
+def new_buffer(like: Tensor, tokens: int) -> Callable[[str, int], Tensor]:
+    """Makes new buffers, `[rows, tokens, size]`, of the dtype of hidden states."""
+    return partial(_new, like, tokens)
+
+
+def _new(like: Tensor, tokens: int, name: str, size: int) -> Tensor:
+    return like.new_empty(len(like), tokens, size)

@@ -115,12 +115,14 @@ class LinearScope:
 
     Attributes:
         packs: Whether weights may be packed.
+        packs_experts: Whether those of mixtures may be, too.
         fewest: float32 rows from which packed weights are faster.
         reason: Why no weight is packed; empty if weights are packed.
     """
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
         self.packs, self.fewest, self.reason, self._layers = False, 1, "", frozenset[Any]()
+        self.packs_experts = False
         self._forwards: list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]] = []
         all_layers = product_bits.linear_layers(model)
         layers = [layer for layer in all_layers if _is_plain(layer)]
@@ -141,6 +143,8 @@ class LinearScope:
         elif size > _SHARE_OF_MEMORY * memory:
             self.reason = f"they would take {size >> 20} MiB of {memory >> 20}"
         self.packs = not self.reason
+        mixtures = sum(weight.nbytes for weight in model.parameters() if weight.dim() == 3)
+        self.packs_experts = self.packs and size + mixtures <= _SHARE_OF_MEMORY * memory
         is_fast = backends[:1] == ("packed",) and "packed" in measured_backends(dtype, (1,), _ONE_ROW)
         self.fewest = 1 if is_fast else 2
         known, plan = state_of(model).linears, state_of(model).plan

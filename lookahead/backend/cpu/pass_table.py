@@ -1,8 +1,11 @@
-"""A pass over token trees as one kernel call: a table of the jobs' numbers, made once and adjusted for every pass."""
+"""A pass over token trees as one kernel call: a table of the jobs' numbers, made once and adjusted for every pass.
+
+With mixtures of experts it is a call per layer: between two of them the experts are chosen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,13 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead.backend.cpu.layer_jobs import LINEARS, LayerParts, Positions, Space, jobs_after, jobs_before, norm_of
+from lookahead.backend.cpu.layer_jobs import DeclaredLayer, HiddenSum, LayerJobs, Positions
+from lookahead.backend.cpu.routing import Routing
 from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.drafting.tree import TokenTree
+from lookahead.families.operations import Experts, Norm, SelfAttention
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import Job, leader, table_of
 from lookahead.kernels.layer_ops import storing
-from lookahead.kernels.packed_product import PackedWeight, product
+from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
+from lookahead.kernels.row_attention import AttentionLimits
 from lookahead.kernels.team import team_of
 from lookahead.model.cache import TreeCache
 from lookahead.model.kv_origins import Origin, sharing_groups
@@ -29,9 +35,15 @@ MAX_BATCH_NODES = 256  # of all trees of a pass over several rows
 class PassParts(NamedTuple):
     """The modules of a model whose passes run as one call."""
 
-    layers: list[LayerParts]
-    norm: Any  # after the last layer
+    layers: list[DeclaredLayer]
+    norm: Norm  # after the last layer
     head: Any  # the output layer; None if it is called as a module
+    limits: list[AttentionLimits]  # of the attention of each layer
+
+    @property
+    def linears(self) -> list[Any]:
+        """The linear layers of all layers."""
+        return [linear for layer in self.layers for linear in layer.linears]
 
 
 class PassTable(KeepsAddresses):
@@ -45,13 +57,13 @@ class PassTable(KeepsAddresses):
 
     Args:
         parts: The modules.
-        weights: The packed weights of the linear layers.
+        weights: The packed weights of `parts.linears`.
         of_head: The packed weight of the head; empty without a head.
         cache: The cache, which holds the table.
         hidden: Hidden states of any pass, `[1, tokens, size]`.
-        dim: Size of a head.
         rows: Rows of the pass.
         keeps: Hidden states that passes keep, as indices in `output_hidden_states`.
+        packs_experts: Whether mixtures may keep packed copies of their weights.
     """
 
     def __init__(
@@ -61,28 +73,46 @@ class PassTable(KeepsAddresses):
         of_head: Sequence[PackedWeight],
         cache: TreeCache,
         hidden: Tensor,
-        dim: int,
         rows: int,
         keeps: tuple[int, ...] = (),
+        *,
+        packs_experts: bool = False,
     ) -> None:
+        self._packs_experts = packs_experts
         self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
-        self.query_size = weights[0].outputs  # elements of a node's queries
+        self.query_size = max(layer.attention.query.outputs for layer in parts.layers)  # elements of a node's queries
         self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # elements of a node's output
-        most, size = MAX_TABLE_NODES if rows == 1 else MAX_BATCH_NODES, hidden.shape[2]
-        self._hidden = hidden.new_empty(1, most, size)
+        self.most, size = MAX_TABLE_NODES if rows == 1 else MAX_BATCH_NODES, hidden.shape[2]
+        self._by_linear = dict(zip(map(id, parts.linears), weights, strict=True))
+        self._buffers: dict[tuple[str, int], Tensor] = {}  # by name and size
+        self._routings: dict[tuple[int, ...], Routing] = {}  # of mixtures, by their sizes
+        self._starts: list[int] = []  # bytes before each of the calls
+        self._between: list[Callable[[int], None]] = []  # what runs after each call but the last one
+        self._hidden = hidden.new_empty(1, self.most, size)
         # The layer that starts with them reads them here. Place 0 is the input of a pass.
-        self._kept = {place: hidden.new_empty(1, most, size) for place in keeps if place}
-        self._space = Space.of(hidden, [*weights, *of_head], most)
-        self._positions = hidden.new_empty(1, most, dim), hidden.new_empty(1, most, dim)
-        shapes = (rows, 2, MAX_TABLE_NODES), (rows, 4), (most,), (rows, 2 + row_attention.MAX_SHARING)
+        self._kept = {place: hidden.new_empty(1, self.most, size) for place in keeps if place}
+        self._prepared = prepared_rows([*weights, *of_head], self.most)
+        ropes = {rope.kind: rope for layer in parts.layers if (rope := layer.attention.rope)}
+        self._positions = {
+            rope.kind: (
+                *(
+                    hidden.new_empty(
+                        1, self.most, rope.size // (2 if rope.shares else 1),
+                        dtype=torch.float32 if rope.is_wide else hidden.dtype,
+                    )
+                    for _ in range(2)
+                ),
+            )
+            for rope in ropes.values()
+        }  # fmt: skip
+        shapes = (rows, 2, MAX_TABLE_NODES), (rows, 4), (self.most,), (rows, 2 + row_attention.MAX_SHARING)
         self._nodes, self._trees, self._places, self._groups = (np.zeros(shape, np.int64) for shape in shapes)
         self._origins: list[Origin] = []  # of the rows when they were grouped
         self._sharing_step = row_attention.sharing_step(hidden.dtype)
-        self._written = [hidden.new_empty(1, most, weight.outputs) for weight in weights[1:3]] if rows > 1 else []
         self._threads = torch.get_num_threads()
         for at in range(len(parts.layers)):
             cache.is_ready(at)  # allocates the slots
-        self._buffers, self._settings = (cache.slots.capacity, cache.slots.allocations), list(_settings_of(parts))
+        self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), list(_settings_of(parts))
         written = hidden.new_empty(2)  # two addresses, to see which numbers depend on the output's address
         step = written[1:].data_ptr() - written.data_ptr()
         one, two, later, moved = (
@@ -99,14 +129,22 @@ class PassTable(KeepsAddresses):
             (weights is self._weights or _are_same(weights, self._weights))
             and (of_head is self._of_head or _are_same(of_head, self._of_head))
             and self._threads == torch.get_num_threads()
-            and self._buffers == (self._slots.capacity, self._slots.allocations)
+            and self._allocated == (self._slots.capacity, self._slots.allocations)
             and self._settings == list(_settings_of(parts))
+        )
+
+    def takes(self, positions: Mapping[str, Positions]) -> bool:
+        """Whether cosines and sines have the declared sizes and types."""
+        return all(
+            own.dtype == given.dtype and own.shape[2] == given.shape[2]
+            for kind, own_pair in self._positions.items()
+            for own, given in zip(own_pair, positions[kind], strict=True)
         )
 
     def run(
         self,
         hidden: Tensor,
-        positions: Positions,
+        positions: Mapping[str, Positions],
         trees: Sequence[TokenTree],
         starts: Sequence[int],
         scored: Sequence[int],
@@ -116,7 +154,7 @@ class PassTable(KeepsAddresses):
 
         Args:
             hidden: Embedded tokens of all rows, concatenated, `[1, tokens, size]`.
-            positions: Cosines and sines, `[1, tokens, dim]`.
+            positions: Cosines and sines, `[1, tokens, dim]`, by the kind of rope.
             trees: One tree per row, each of at most `MAX_TABLE_NODES` nodes.
             starts: The slots of their roots.
             scored: How many first nodes of each tree are not in the pass.
@@ -127,8 +165,9 @@ class PassTable(KeepsAddresses):
         """
         tokens = hidden.shape[1]
         self._hidden[:, :tokens] = hidden
-        for held, each in zip(self._positions, positions, strict=True):
-            held[:, :tokens] = each
+        for kind, pair in self._positions.items():
+            for held, angles in zip(pair, positions[kind], strict=True):
+                held[:, :tokens] = angles
         if self._slots.origins[: len(starts)] != self._origins:
             self._group(starts)
         first, capacity = 0, self._slots.capacity
@@ -140,8 +179,12 @@ class PassTable(KeepsAddresses):
             self._places[first:end] = range(slot + done, slot + nodes)
             first = end
         written = hidden.new_empty(1, tokens, self.outputs)
-        numbers = self._of(tokens, self._slots.start, written)  # alive until the call ends
-        leader()(team_of(threads) if threads > 1 else 0, numbers.ctypes.data, threads)
+        numbers, team = self._of(tokens, self._slots.start, written), team_of(threads) if threads > 1 else 0
+        first_call, *calls = (numbers.ctypes.data + start for start in self._starts)
+        leader()(team, first_call, threads)
+        for then, call in zip(self._between, calls, strict=True):
+            then(tokens)
+            leader()(team, call, threads)
         return written
 
     def _group(self, starts: Sequence[int]) -> None:
@@ -153,7 +196,8 @@ class PassTable(KeepsAddresses):
 
     def kept(self, hidden: Tensor) -> dict[int, Tensor]:
         """The hidden states that the newest pass kept, by place; `hidden`, `[1, tokens, size]`, was its input."""
-        return {0: hidden} | {place: each[:, : hidden.shape[1]].clone() for place, each in self._kept.items()}
+        tokens = hidden.shape[1]
+        return {0: hidden} | {place: states[:, :tokens].clone() for place, states in self._kept.items()}
 
     def _of(self, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
         """The numbers of a pass of `tokens` tokens whose first goes to `slot`, by the affine formula."""
@@ -163,52 +207,119 @@ class PassTable(KeepsAddresses):
 
     def _numbers(self, cache: TreeCache, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
         """The same numbers, read from the jobs."""
-        space, own = self._space.first(tokens), self._hidden[:, :tokens]
-        kept = {place: each[:, :tokens] for place, each in self._kept.items()}
-        cos, sin = (position[:, :tokens] for position in self._positions)
-        of_rows = {"nodes": self._nodes, "trees": self._trees, "groups": self._groups}
-        trees = {name: torch.from_numpy(each) for name, each in of_rows.items()}
-        places = torch.from_numpy(self._places)
-        jobs, count = list[Job](), len(LINEARS)
-        for at, parts in enumerate(self._parts.layers):
-            weights, layer = self._weights[count * at : count * (at + 1)], cache.layers[at]
-            if self._written:
-                key, value = (each[:, :tokens] for each in self._written)
-            else:
-                key, value = (each[:1].narrow(1, slot, tokens) for each in (layer.keys, layer.values))
-            read = kept.get(at, own)  # input of the layer
-            added = {"delta": space.change, "total": read} if at else {}
-            first = norm_of(parts.norms[0], space.total if at else read, space.normed, **added)
-            jobs += jobs_before(parts, weights, first, space, key, value, (cos, sin))
-            query, attended = (each.view(1, tokens, -1, cos.shape[-1]) for each in (space.query, space.attended))
-            if self._written:
-                jobs.append(storing(key, value, layer.keys, layer.values, places))
-            scale = parts.options["scaling"]
-            jobs.append(row_attention.attention(query, layer.keys, layer.values, attended, **trees, scale=scale))
-            jobs += jobs_after(parts, weights, read, space)
-        norm, head, added = self._parts.norm, self._parts.head, {"delta": space.change, "total": own}
-        normed = kept.get(len(self._parts.layers), space.normed) if head else written
-        jobs.append(norm_of(norm, space.total, normed, **added))
-        if head:
-            jobs += product(self._of_head, normed, [head._parameters["bias"]], (written,), space.prepared)
-        return np.array(table_of(jobs))
+        kept = {place: states[:, :tokens] for place, states in self._kept.items()}
+        positions = {kind: (cos[:, :tokens], sin[:, :tokens]) for kind, (cos, sin) in self._positions.items()}
+        attend = _TableAttention(self, cache, tokens, slot)
+
+        def take(name: str, size: int) -> Tensor:
+            if (name, size) not in self._buffers:
+                self._buffers[name, size] = self._hidden.new_empty(1, self.most, size)
+            return self._buffers[name, size][:, :tokens]
+
+        jobs = _TableJobs(take, self._by_linear, self._prepared, positions, attend, self._routing)
+        stream = HiddenSum(self._hidden[:, :tokens])
+        for at, layer in enumerate(self._parts.layers):
+            attend.at, jobs.mixture = at, layer.mixture(packs=self._packs_experts)
+            stream = jobs.layer(layer.residuals, stream, kept.get(at))
+        normed: Tensor | str = kept.get(len(self._parts.layers), "normed") if self._of_head else written
+        _, last = jobs.normed(self._parts.norm, stream, normed)
+        if self._of_head:
+            biases = [self._parts.head._parameters["bias"]]
+            jobs.jobs += product(self._of_head, last, biases, (written,), self._prepared)
+        tables = [table_of(some) for some in (*jobs.calls, jobs.jobs)]
+        self._starts = [8 * sum(map(len, tables[:at])) for at in range(len(tables))]
+        self._between = jobs.between
+        return np.array([number for table in tables for number in table])
+
+    def _routing(self, part: Experts) -> Routing:
+        key = part.chosen, *part.weights[0].shape
+        if key not in self._routings:
+            self._routings[key] = Routing(part, self.most, self._hidden.dtype)
+        return self._routings[key]
+
+    def attention_job(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> Job:
+        """The job of the attention of a layer.
+
+        Args:
+            layer: Its index.
+            query: See `row_attention.attention`.
+            keys: Likewise.
+            values: Likewise.
+            out: Likewise.
+            scale: Factor of the scores.
+        """
+        nodes, trees, groups = map(torch.from_numpy, (self._nodes, self._trees, self._groups))
+        return row_attention.attention(
+            query, keys, values, out, nodes=nodes, trees=trees, groups=groups, scale=scale,
+            limits=self._parts.limits[layer],
+        )  # fmt: skip
+
+    @property
+    def places(self) -> Tensor:
+        """The slots of the tokens, numbered over all rows."""
+        return torch.from_numpy(self._places)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the pass."""
+        return len(self._trees)
+
+
+class _TableJobs(LayerJobs):
+    """Jobs of several calls, with functions to run between them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.calls, self.between = list[list[Job]](), list[Callable[[int], None]]()
+
+    def pause(self, then: Callable[[int], None], tokens: int) -> None:
+        self.calls.append(self.jobs)
+        self.between.append(then)
+        self.jobs = []
+
+
+class _TableAttention:
+    """Attention as a job, over the slots of a cache.
+
+    Attributes:
+        at: The running layer.
+    """
+
+    def __init__(self, table: PassTable, cache: TreeCache, tokens: int, slot: int) -> None:
+        self._table, self._cache, self._tokens, self._slot, self.at = table, cache, tokens, slot, 0
+
+    def outputs(self, part: SelfAttention, jobs: LayerJobs) -> tuple[Tensor, Tensor]:
+        if self._table.rows > 1:
+            return jobs.take("key", part.key.outputs), jobs.take("value", part.value.outputs)
+        layer = self._cache.layers[self.at]
+        key, value = (slots[:1].narrow(1, self._slot, self._tokens) for slots in (layer.keys, layer.values))
+        return key.flatten(2), value.flatten(2)
+
+    def attend(self, part: SelfAttention, jobs: LayerJobs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        layer, attended = self._cache.layers[self.at], jobs.take("attended", part.query.outputs)
+        if self._table.rows > 1:
+            jobs.jobs.append(storing(key, value, layer.keys, layer.values, self._table.places))
+        shape = 1, self._tokens, -1, part.module.head_dim
+        tensors = query.view(shape), layer.keys, layer.values, attended.view(shape)
+        jobs.jobs.append(self._table.attention_job(self.at, *tensors, scale=part.options["scaling"]))
+        return attended
 
 
 def _settings_of(parts: PassParts) -> Iterator[float]:
-    """Module settings that users may change: addresses of norms and biases, epsilons, attention scales."""
+    """Addresses and numbers that a table holds and users may change: of norms, biases, scales and experts."""
+    for norm in (parts.norm, *(norm for layer in parts.layers for norm in layer.norms)):
+        yield norm.weight.data_ptr()
+        yield norm.eps
+    for linear in (*parts.linears, *([parts.head] if parts.head else [])):
+        bias = linear._parameters["bias"]
+        yield 0 if bias is None else bias.data_ptr()
     for layer in parts.layers:
-        for norm in layer.norms:
-            yield norm._parameters["weight"].data_ptr()
-            yield norm.variance_epsilon
-        for linear in layer.linears:
-            bias = linear._parameters["bias"]
-            yield 0 if bias is None else bias.data_ptr()
-        yield layer.options["scaling"]
-    yield parts.norm._parameters["weight"].data_ptr()
-    yield parts.norm.variance_epsilon
-    if parts.head and (bias := parts.head._parameters["bias"]) is not None:
-        yield bias.data_ptr()
+        yield layer.attention.module.scaling
+        if part := layer.experts:
+            for tensor in (part.router._parameters["weight"], *part.weights):
+                yield tensor.data_ptr()
+                yield 0 if tensor.is_inference() else tensor._version
 
 
 def _are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:
-    return all(each.packed is other.packed for each, other in zip(weights, others, strict=True))
+    return all(weight.packed is other.packed for weight, other in zip(weights, others, strict=True))

@@ -19,22 +19,32 @@ from torch.utils.hooks import RemovableHandle
 
 from lookahead.backend.cpu import exact_attention
 from lookahead.backend.cpu.cpu_pass import CpuPass, thread
-from lookahead.backend.cpu.exact_attention import has_bits
-from lookahead.backend.cpu.fused_layers import FAMILIES, FusedLayers, is_bare, name_of
+from lookahead.backend.cpu.exact_attention import has_bits, has_bits_behind_windows
+from lookahead.backend.cpu.fused_layers import FusedLayers, is_bare, name_of
+from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
 from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassParts, PassTable
+from lookahead.backend.cpu.routing import serves
 from lookahead.backend.pass_attention import span_of
 from lookahead.backend.tree_pass import TreePass
-from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import torch_on_one_thread
+from lookahead.kernels.row_attention import AttentionLimits
 from lookahead.model.attention import real_config
 from lookahead.model.cache import TreeCache
-from lookahead.model.facts import own_attention
-from lookahead.model.known_code import code_of, global_hooks, is_ours, is_set_by_user, working_hooks_of
+from lookahead.model.facts import attention_name, own_attention
+from lookahead.model.known_code import (
+    arithmetic_flags,
+    code_of,
+    global_hooks,
+    is_ours,
+    is_set_by_user,
+    working_hooks_of,
+)
 
 _TRIALS = 3  # per number of threads
 _FEWER, _HOPELESS = 0.9, 1.3  # time relative to the least: below, fewer threads are used; above, the search stops
+_UNPACKED_PASSES = 24  # over mixtures as they are, which save as much time as packing takes
 _FEWEST_SLOTS = 16  # of a cache, to see how numbers change with the slot
 
 
@@ -66,22 +76,20 @@ class WholePass:
     The embedding and the rotary positions are called as modules, as is a head with hooks.
     """
 
-    def __init__(self, model: Any, parts: PassParts, threads: dict[int, int]) -> None:
+    def __init__(self, model: Any, decoder: Any, parts: PassParts, threads: dict[int, int]) -> None:
         # The model's plan holds this, and must not keep the model alive.
-        self._model, self._decoder, self._parts = ref(model), model.model, parts
-        self._linears = [each for of_layer in parts.layers for each in of_layer.linears]
+        self._model, self._decoder, self._parts = ref(model), decoder, parts
+        self._linears, self._family = parts.linears, parts.layers[0].family
         self._threads = threads  # of a pass, by torch's number of threads; kept with the model
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
-        layers = [layer.attention for layer in parts.layers]
-        window = span_of(layers[0], {}).window  # for layers that pass no window
-        self._windows = {layer.options.get("sliding_window", window) for layer in parts.layers}
-        heads, kv_heads = (parts.layers[0].linears[at].out_features // layers[0].head_dim for at in (0, 1))
-        is_half = parts.norm.weight.dtype == torch.bfloat16  # float32 has no bit guarantee
-        own = {own_attention(layer, real_config(layer.config)) for layer in layers if is_half}
-        self._has_bits = is_half and all(has_bits(each, heads, kv_heads, layers[0].head_dim) for each in own)
+        self._has_mixtures, self._passes = any(layer.experts for layer in parts.layers), 0
+        self._windows = {limits.window for limits in parts.limits}
+        self._ropes = list(dict.fromkeys(rope.kind for layer in parts.layers if (rope := layer.attention.rope)))
+        self._has_bits = parts.norm.weight.dtype == torch.bfloat16 and all(map(_has_bits, parts.layers))
+        self._has_bits_behind_windows = self._has_bits and all(map(_has_bits_behind_windows, parts.layers))
         # A streamer or a stopping criterion may change these between two passes of a call.
-        self._layers = [each.layer for each in parts.layers]
-        self._inner = [self._decoder, parts.norm, *([parts.head] if parts.head else []), *self._layers]
+        self._layers = [layer.module for layer in parts.layers]
+        self._inner = [self._decoder, parts.norm.module, *([parts.head] if parts.head else []), *self._layers]
         self._forwards: list[Any] = []  # their `forward`s as of the newest pass
         self._newest_hook = RemovableHandle.next_id
 
@@ -105,19 +113,23 @@ class WholePass:
         counts = [len(tree.tokens) - done for tree, done in zip(trees, scored, strict=True)]
         like = self._parts.norm.weight.expand(1, sum(counts), -1)
         weights = packed_weights(self._linears, like, self._known[0])
-        if not weights or like.numel() > mode.most_in_call:
+        if not weights or like.numel() > mode.most_in_call or not (self._has_mixtures <= serves(like.dtype, mode)):
             return None
         of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
         parts = self._parts if of_head else self._parts._replace(head=None)
-        kind = len(of_head), places, rows, torch.get_num_threads()
+        self._passes += self._has_mixtures
+        packs_experts = mode.packs_experts and self._passes > _UNPACKED_PASSES
+        kind = len(of_head), places, rows, torch.get_num_threads(), packs_experts
         table = cache.tables.get(kind)
         if table is None or not table.serves(parts, weights, of_head):
-            held, dim = cache.layers[0], parts.layers[0].attention.head_dim
-            if held.keys.dtype != like.dtype or not row_attention.is_supported(held.keys, held.keys, held.values):
+            slots = cache.layers[0]
+            if slots.keys.dtype != like.dtype or not row_attention.is_supported(slots.keys, slots.keys, slots.values):
                 return None
-            table = cache.tables[kind] = PassTable(parts, weights, of_head, cache, like, dim, rows, places)
+            table = cache.tables[kind] = PassTable(
+                parts, weights, of_head, cache, like, rows, places, packs_experts=packs_experts
+            )
         starts = cache.slots.lengths[:rows].tolist()
-        if not (table.is_right and self._attends(trees, starts, table, is_exact=tree_pass.attends_per_node)):
+        if not (table.is_right and self._attends(tree_pass, starts, table)):
             return None
         # The flat indices of nodes that are not padding.
         kept = None
@@ -128,9 +140,14 @@ class WholePass:
         most = torch.get_num_threads()
         with torch_on_one_thread() if most > 1 else nullcontext():
             hidden = self._decoder.embed_tokens(tokens)
+            if self._family.embedding_factor:
+                hidden = hidden * getattr(self._decoder, self._family.embedding_factor)
             if hidden.dtype != like.dtype:
                 return None
-            positions = self._decoder.rotary_emb(hidden, position_ids=at)
+            rotary = self._decoder.rotary_emb
+            positions = {kind: rotary(hidden, at, kind) if kind else rotary(hidden, at) for kind in self._ropes}
+            if not table.takes(positions):
+                return None
         run = partial(table.run, hidden, positions, trees, starts, scored)
         if most not in self._threads:
             self._threads[most] = fastest_number(run, most)
@@ -140,10 +157,17 @@ class WholePass:
         if places:
             by_place = table.kept(hidden) if of_head else table.kept(hidden) | {last: written}
             states = {layer: by_place[place] for layer, place in zip(layers, places, strict=True)}
-        logits = written if of_head else model.lm_head(written)
+        logits = self._finished(written if of_head else model.lm_head(written), model.config)
         if kept is None:
             return logits, states
         return _padded(logits, kept, rows, width), {at: _padded(each, kept, rows, width) for at, each in states.items()}
+
+    def _finished(self, logits: Tensor, config: Any) -> Tensor:
+        """What the model does with the results of its output layer."""
+        divisor, cap = self._family.logits_divisor, getattr(config, self._family.logits_cap or " ", None)
+        if divisor:
+            logits = logits / getattr(config, divisor)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @property
     def thread_count(self) -> int:
@@ -166,7 +190,7 @@ class WholePass:
             and decoder.config.num_hidden_layers == len(cache.layers) == len(decoder.layers) == len(parts.layers)
             and cache.is_ready(0)
             and all(map(is_, decoder.layers._modules.values(), self._layers))
-            and decoder.norm is parts.norm
+            and decoder.norm is parts.norm.module
             and (parts.head is None or model.lm_head is parts.head)
             and (forwards == self._forwards or self._are_ours(forwards))
             and (self._newest_hook == RemovableHandle.next_id or self._is_unhooked(model))
@@ -187,14 +211,16 @@ class WholePass:
         self._newest_hook = RemovableHandle.next_id
         return True
 
-    def _attends(self, trees: Sequence[TokenTree], starts: Sequence[int], table: PassTable, *, is_exact: bool) -> bool:
-        """Whether the kernel attends in all layers: within all windows, with the bits of SDPA or faster than a mask."""
+    def _attends(self, tree_pass: TreePass, starts: Sequence[int], table: PassTable) -> bool:
+        """Whether the kernel attends in all layers: with the bits of SDPA, or faster than a mask."""
+        trees = tree_pass.trees
         ends = [start + int(tree.depths.max()) + 1 for tree, start in zip(trees, starts, strict=True)]
         end, nodes = max(ends), sum(len(tree.tokens) for tree in trees)
-        if any(window is not None and end >= window for window in self._windows):
-            return False
-        if is_exact:
-            return self._has_bits
+        if tree_pass.attends_per_node:
+            # Behind a window the model's own cache must begin with the window, as the sums of the kernel do.
+            reached = [window for window in self._windows if window and end >= window]
+            crops = all(window in (tree_pass.windows or ()) for window in reached)
+            return self._has_bits and (not reached or (crops and self._has_bits_behind_windows))
         return table.query_size * (nodes - len(trees)) * end <= exact_attention.MAX_KERNEL_PRODUCTS
 
 
@@ -205,30 +231,68 @@ def _padded(flat: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
     return padded
 
 
+def _has_bits(layer: DeclaredLayer) -> bool:
+    """Whether the kernel has the bits of a layer's own attention."""
+    module, (heads, kv_heads) = layer.attention.module, _heads_of(layer)
+    return has_bits(own_attention(module, real_config(module.config)), heads, kv_heads, module.head_dim)
+
+
+def _has_bits_behind_windows(layer: DeclaredLayer) -> bool:
+    heads, kv_heads = _heads_of(layer)
+    return has_bits_behind_windows(layer.attention.module.head_dim, heads // kv_heads, arithmetic_flags())
+
+
+def _heads_of(layer: DeclaredLayer) -> tuple[int, int]:
+    """The heads of queries, and of keys and values."""
+    part = layer.attention
+    return part.query.outputs // part.module.head_dim, part.key.outputs // part.module.head_dim
+
+
+def _limits_of(layer: DeclaredLayer) -> AttentionLimits | str:
+    """What bounds the attention of a layer, or why the kernel does not support it."""
+    part, options = layer.attention, layer.attention.options
+    span = span_of(part.module, {})
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    if attention_name(real_config(part.module.config)) == "sdpa":
+        softcap = None  # transformers' SDPA attention does not apply it
+    if span.chunk is not None:
+        return "its attention is by chunks"
+    if (softcap or sinks is not None) and layer.norms[0].weight.dtype != torch.float32:
+        return "its attention has soft caps or sinks, whose bits the kernel does not have"
+    return AttentionLimits(options.get("sliding_window", span.window) or 0, softcap or 0.0, sinks)
+
+
 def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope, threads: dict[int, int]) -> WholePass | str:
     """The `WholePass` of a model with these fused layers and packed weights, or why it cannot be one call."""
     layers = fused.layers
     if not layers:
         return "no layer is fused"
-    dtypes = {parts.norms[0].weight.dtype for parts in layers}
-    sizes = [[(linear.out_features, linear.in_features) for linear in parts.linears] for parts in layers]
-    kinds = {(type(parts.layer), *of_layer) for parts, of_layer in zip(layers, sizes, strict=True)}
-    if len(kinds) + len(dtypes) > 2 or [parts.attention.layer_idx for parts in layers] != list(range(len(layers))):
+    dtypes = {layer.norms[0].weight.dtype for layer in layers}
+    kinds = {(type(layer.module), layer.attention.module.head_dim, layer.attention.key.outputs) for layer in layers}
+    indices = [layer.attention.module.layer_idx for layer in layers]
+    if len(kinds) + len(dtypes) > 2 or indices != list(range(len(layers))):
         return "its layers are not alike"
-    file, family = type(layers[0].layer).__module__, FAMILIES[name_of(layers[0].layer)]
-    decoder, names = getattr(model, "model", None), (f"{family}ForCausalLM", f"{family}Model")
-    if decoder is None or [name_of(model), name_of(decoder)] != [(file, name) for name in names]:
+    family, decoder = layers[0].family, getattr(model, "model", None)
+    names = f"{family.name}ForCausalLM", f"{family.name}{family.text}"
+    if decoder is None or [name_of(model), name_of(decoder)] != [(family.file, name) for name in names]:
         return f"it is no {names[0]} of transformers"
-    held, norm, head = decoder._modules.get("layers"), decoder._modules.get("norm"), model._modules.get("lm_head")
-    if type(held) is not nn.ModuleList or [*held] != [parts.layer for parts in layers]:
+    modules, norm, head = decoder._modules.get("layers"), decoder._modules.get("norm"), model._modules.get("lm_head")
+    if type(modules) is not nn.ModuleList or [*modules] != [layer.module for layer in layers]:
         return "some of its layers are not fused, or have another order"
-    owners = (model, decoder, held)
+    owners = (model, decoder, modules)
     if code_of(frozenset(map(type, owners))).foreign or not (is_bare(model) and is_bare(decoder)):
         return "a user's hooks or code surround its layers"
-    if norm is None or norm not in fused.norms or norm.weight.dtype not in dtypes:
+    last = next((one for one in fused.norms if one.module is norm), None)
+    if last is None or last.weight.dtype not in dtypes:
         return "its last norm is not fused, or of another type than its layers"
-    if not all(linears.may_pack(each) for parts in layers for each in parts.linears):
+    if not all(linears.may_pack(linear) for layer in layers for linear in layer.linears):
         return "some of its weights are not packed"
+    limits = list[AttentionLimits]()
+    for layer in layers:
+        bounds = _limits_of(layer)
+        if isinstance(bounds, str):
+            return bounds
+        limits.append(bounds)
     is_plain = head is not None and "weight" in head._parameters and linears.may_pack(head)
-    parts = PassParts(layers, norm, head if is_plain and _is_called_alone(head) else None)
-    return WholePass(model, parts, threads)
+    parts = PassParts(layers, last, head if is_plain and _is_called_alone(head) else None, limits)
+    return WholePass(model, decoder, parts, threads)

@@ -1,0 +1,219 @@
+"""Mixtures of experts: products of rows with the weights of the experts that are chosen for them.
+
+Every chosen expert is read once for all its rows. Its weights are packed in the layout of
+`lookahead.kernels.packed_product`, or are those of the model, `[experts, outputs, inputs]`, where a copy would take too
+much memory. Then a panel is transposed into a near cache before its rows multiply it, which takes twice as long as
+reading. The bits of a row are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lookahead.kernels.jobs import Job, claim_part
+from lookahead.kernels.large_pages import zeros
+from lookahead.kernels.microkernel import LANES, MOST_ROWS, tile_of, transpose
+from lookahead.kernels.packed_product import COLUMNS, HAS_DOT, is_supported, pack_panels
+from lookahead.kernels.scalars import jit_part, narrow, widen
+from lookahead.utils.addresses import array_at
+
+_TOGETHER = 8  # panels of a part of a job
+_tile: Any = tile_of(2, "sums", range(1, MOST_ROWS + 1))
+
+
+class ExpertWeight(NamedTuple):
+    """The weights of experts.
+
+    Attributes:
+        tensor: `[experts, outputs, inputs]`; packed 32-bit terms `[experts, panels, terms, COLUMNS]`.
+        outputs: Outputs of an expert.
+        terms: 32-bit terms of a row.
+        block: Terms whose products are added before the sums of blocks are added.
+        is_packed: Whether the weights are packed.
+    """
+
+    tensor: Tensor
+    outputs: int
+    terms: int
+    block: int
+    is_packed: bool
+
+
+def weight_of(weight: Tensor, block: int, *, packs: bool) -> ExpertWeight:
+    """The weights of experts, `[experts, outputs, inputs]`, for which `multiplies` holds.
+
+    Args:
+        weight: bfloat16 or float32.
+        block: Inputs of a block of sums.
+        packs: Whether to make a packed copy.
+    """
+    of_term = 4 // weight.element_size()
+    sizes = weight.shape[1], weight.shape[2] // of_term, block // of_term, packs
+    if not packs:
+        return ExpertWeight(weight, *sizes)
+    terms = weight.detach().view(torch.float32 if of_term == 1 else torch.int32)
+    packed = zeros(len(weight), -(-weight.shape[1] // COLUMNS), sizes[1], COLUMNS, dtype=terms.dtype)
+    for expert, panels in zip(terms, packed, strict=True):
+        pack_panels(expert, panels)
+    return ExpertWeight(packed, *sizes)
+
+
+def multiplies(weight: Tensor) -> bool:
+    """Whether the weights of experts, `[experts, outputs, inputs]`, can be multiplied."""
+    return (
+        is_supported(weight[0])
+        and (weight.dtype == torch.float32 or HAS_DOT)
+        and weight.is_contiguous()
+        and weight.shape[1] % LANES == 0
+        and weight.shape[2] % (2 * LANES) == 0
+        and weight.device.type == "cpu"
+    )
+
+
+def products(x: Tensor, weight: ExpertWeight, bias: Tensor | None, out: Tensor, chosen: Tensor, most: int) -> Job:
+    """A job that multiplies rows, grouped by experts, by the weights of their experts.
+
+    Args:
+        x: `[rows, inputs]`, contiguous, of the dtype of the weights.
+        weight: The weights.
+        bias: `[experts, outputs]`, or None.
+        out: `[rows, outputs]`, contiguous; written by the job.
+        chosen: int64 `[any, 3]`, contiguous: an expert, the first of its rows and their number, which is 0 after the
+            last expert.
+        most: Experts that may be chosen for these rows.
+    """
+    tensors, outputs = (x, weight.tensor, bias, out, chosen), weight.outputs
+    parts = -(-outputs // (_TOGETHER * COLUMNS))
+    places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    numbers = *places, outputs, weight.terms, min(weight.block, weight.terms), parts, int(weight.is_packed)
+    return _ENTRIES[x.dtype], most * parts, numbers, tensors
+
+
+def gather(x: Tensor, out: Tensor, places: Tensor) -> Job:
+    """A job that copies rows `[tokens, size]` to `[rows, size]`: row r from token `places[r]`, int64 `[rows]`."""
+    sizes = len(out), x.shape[-1] * x.element_size() // 2
+    tensors = x, out, places
+    return _gather_rows, len(out), (*(tensor.data_ptr() for tensor in tensors), *sizes), tensors
+
+
+def combine(rows: Tensor, factors: Tensor, places: Tensor, out: Tensor, *, is_wide: bool) -> Job:
+    """A job that adds the weighted results of the experts of each token, in the order in which they were chosen.
+
+    Args:
+        rows: `[rows, size]`, the results, bfloat16 or float32.
+        factors: float32 `[tokens, chosen]`.
+        places: int64 `[tokens, chosen]`: the row of each result.
+        out: `[tokens, size]`, of the dtype of the rows.
+        is_wide: Whether weighted results are not rounded before they are added.
+    """
+    tensors = rows, factors, places, out
+    sizes = len(out), factors.shape[1], out.shape[-1], int(is_wide)
+    entry = _combine_floats if rows.dtype == torch.float32 else _combine_halves
+    return entry, len(out), (*(tensor.data_ptr() for tensor in tensors), *sizes), tensors
+
+
+@jit_part
+def _multiply(address, left, number, size):
+    """Multiply some panels of an expert at a time; `size` is that of an input, in bytes."""
+    numbers = array_at(address, (12,), np.int64)
+    _, parts, x_at, weight_at, bias_at, out_at, chosen_at, outputs, terms, lines, per_expert, is_packed = numbers
+    chosen = array_at(chosen_at, (parts // per_expert, 3), np.int64)
+    panels = (outputs + COLUMNS - 1) // COLUMNS
+    scratch = np.empty(1 if is_packed else lines * COLUMNS, np.float32)
+    part = claim_part(address)
+    while part < parts:
+        expert, first_row, rows = chosen[part // per_expert]
+        if rows == 0:
+            part = claim_part(address)
+            continue
+        size_of_expert = (panels * COLUMNS if is_packed else outputs) * terms
+        weight = array_at(weight_at + expert * size_of_expert * 4, (size_of_expert,), np.float32)
+        right = (weight if is_packed else scratch).view(left)
+        x = array_at(x_at + first_row * terms * 4, (rows * terms,), left)
+        out = array_at(out_at + first_row * outputs * size, (rows, outputs), number)
+        bias = array_at(bias_at + expert * outputs * size, (outputs,), number)
+        sums = np.empty(rows * COLUMNS, np.float32)
+        first = part % per_expert * _TOGETHER * COLUMNS
+        for column in range(first, min(outputs, first + _TOGETHER * COLUMNS), COLUMNS):
+            count = min(COLUMNS, outputs - column)
+            sums[:] = -0.0  # neutral: adding any number, even -0, gives that number
+            for line in range(0, terms, lines):
+                some, begin = min(lines, terms - line), (column * terms + line * COLUMNS) if is_packed else 0
+                for lane in range(0, 0 if is_packed else count, LANES):
+                    for term in range(0, some, LANES):
+                        place = (column + lane) * terms + line + term
+                        transpose((weight, place, terms), (scratch, term * COLUMNS + lane, COLUMNS))
+                for row in range(0, rows, MOST_ROWS):
+                    tile = min(MOST_ROWS, rows - row)
+                    at = row * terms + line
+                    _tile((x, at, terms, 1), (right, begin, COLUMNS), (sums, row * COLUMNS, COLUMNS), tile, some)
+            for row in range(rows):
+                for i in range(count):
+                    total = sums[row * COLUMNS + i]
+                    if bias_at:
+                        total += widen(bias[column + i])
+                    out[row, column + i] = narrow(total, out[row, 0])
+        part = claim_part(address)
+
+
+def _multiply_floats(address: Any) -> None:
+    _multiply(address, np.float32, np.float32, 4)
+
+
+def _multiply_halves(address: Any) -> None:
+    _multiply(address, np.int32, np.uint16, 2)
+
+
+_ENTRIES: dict[torch.dtype, Callable[[Any], None]] = {
+    torch.float32: _multiply_floats,
+    torch.bfloat16: _multiply_halves,
+}
+
+
+def _gather_rows(address: Any) -> None:
+    """Copy rows as 16-bit numbers."""
+    _, rows, x_at, out_at, places_at, _, size = array_at(address, (7,), np.int64)
+    places = array_at(places_at, (rows,), np.int64)
+    row = claim_part(address)
+    while row < rows:
+        source = array_at(x_at + 2 * places[row] * size, (size,), np.uint16)
+        out = array_at(out_at + 2 * row * size, (size,), np.uint16)
+        for i in range(size):
+            out[i] = source[i]
+        row = claim_part(address)
+
+
+@jit_part
+def _combine(address, number):
+    """Weigh and add the results of a token at a time."""
+    _, _, rows_at, factors_at, places_at, out_at, tokens, chosen, size, is_wide = array_at(address, (10,), np.int64)
+    factors, places = (
+        array_at(factors_at, (tokens, chosen), np.float32),
+        array_at(places_at, (tokens, chosen), np.int64),
+    )
+    results, out = array_at(rows_at, (tokens * chosen, size), number), array_at(out_at, (tokens, size), number)
+    line = np.empty(size, np.float32)
+    token = claim_part(address)
+    while token < tokens:
+        line[:] = 0.0
+        for choice in range(chosen):
+            result, factor = results[places[token, choice]], factors[token, choice]
+            for i in range(size):
+                weighted = widen(result[i]) * factor
+                line[i] += weighted if is_wide else widen(narrow(weighted, result[i]))
+        for i in range(size):
+            out[token, i] = narrow(line[i], out[token, 0])
+        token = claim_part(address)
+
+
+def _combine_floats(address: Any) -> None:
+    _combine(address, np.float32)
+
+
+def _combine_halves(address: Any) -> None:
+    _combine(address, np.uint16)

@@ -1,0 +1,129 @@
+"""Mixtures of experts in passes: their weights for the kernels, and which rows go to which expert."""
+
+from __future__ import annotations
+
+from operator import is_not
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from lookahead.backend.cpu.cpu_pass import CpuPass
+from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.backend.cpu.product_bits import best_layout
+from lookahead.backend.cpu.product_choice import LAYOUTS
+from lookahead.backend.protocol import BitPolicy
+from lookahead.families.operations import Experts
+from lookahead.kernels import experts, packed_product
+from lookahead.kernels.experts import ExpertWeight
+from lookahead.kernels.packed_product import PackedWeight
+
+
+class MixtureWeights(NamedTuple):
+    """The weights of a mixture, as the kernels take them."""
+
+    router: PackedWeight | None  # None if torch must multiply by it, as it adds few outputs in another order
+    gate_up: ExpertWeight
+    down: ExpertWeight
+
+
+def multiplies(part: Experts) -> bool:
+    """Whether the kernels multiply by the weights of a mixture, in half precision with the bits of single rows."""
+    gate_up, down = part.weights
+    router = part.router._parameters["weight"]
+    is_supported = all(map(experts.multiplies, (gate_up, down))) and packed_product.is_supported(router)
+    blocks = (_block_of(weight) for weight in (gate_up[0], down[0]))
+    return is_supported and len({router.dtype, gate_up.dtype, down.dtype}) == 1 and all(blocks)
+
+
+def _block_of(weight: Tensor) -> int:
+    """Inputs of a block of sums, with which the kernel has torch's bits for single rows; 0 if there is none."""
+    if weight.dtype == torch.float32:
+        return LAYOUTS["packed"].block
+    layout, most = best_layout(weight, None, BitPolicy.SOLO, ("packed",))
+    return layout.block if most == MAX_ROWS else 0
+
+
+def serves(dtype: torch.dtype, mode: CpuPass | None) -> bool:
+    """Whether mixtures run by kernels in a pass: `generate` reads prompts and batches with other bits."""
+    if mode is None:
+        return True  # a comparison
+    return not mode.is_prompt and (dtype == torch.float32 or mode.policy is not BitPolicy.BATCH)
+
+
+def weights_of(part: Experts, known: dict[Any, Any], *, packs: bool = False) -> MixtureWeights:
+    """The weights of a mixture, made anew when they have changed; kept in `known`.
+
+    Args:
+        part: The mixture.
+        known: The cache of its layer.
+        packs: Whether to make packed copies, if there are none.
+    """
+    gate_up, down = part.weights
+    router = part.router._parameters["weight"]
+    tensors = router, gate_up, down
+    versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    kept: Any = known.get("mixture")
+    is_old = kept is None or kept[1] != versions or any(map(is_not, kept[0][1], tensors))
+    if is_old or (packs and not kept[2]):
+        with torch.inference_mode():
+            own = (
+                experts.weight_of(weight, _block_of(weight[0]), packs=packs and not weight.is_inference())
+                for weight in (gate_up, down)
+            )
+            block = _block_of(router)
+            made = MixtureWeights(packed_product.pack(router, block) if block else None, *own)
+        kept = known["mixture"] = (made, tensors), versions, packs
+    weights: MixtureWeights = kept[0][0]
+    return weights
+
+
+class Routing:
+    """Which rows of a pass go to which expert.
+
+    Attributes:
+        rows: `[most, size]`, the rows of the pass, for torch.
+        numbers: int64 `[most]`, the numbers from 0 on.
+        logits: `[most, experts]`, what the router computes.
+        factors: float32 `[most, chosen]`.
+        places: int64 `[most, chosen]`, the rows of the results of a token.
+        sources: int64 `[most * chosen]`, the tokens of the rows, which are grouped by experts.
+        chosen: int64 `[most * chosen, 3]`, as `kernels.experts.products` takes them.
+    """
+
+    def __init__(self, part: Experts, most: int, dtype: torch.dtype) -> None:
+        count, (total, _, size) = part.chosen, part.weights[0].shape
+        self.rows = torch.empty(most, size, dtype=dtype, device="cpu")
+        self.numbers = torch.arange(most, device="cpu")
+        self.logits = torch.empty(most, total, dtype=dtype, device="cpu")
+        self.factors = torch.empty(most, count, dtype=torch.float32, device="cpu")
+        self.places, self.sources, self.chosen = (
+            torch.zeros(shape, dtype=torch.int64, device="cpu")
+            for shape in ((most, count), (most * count,), (most * count, 3))
+        )
+
+    def multiply(self, router: Any, tokens: int) -> None:
+        """Compute the logits of the first tokens by torch, each row alone."""
+        weight, bias = router._parameters["weight"], router._parameters.get("bias")
+        for row in range(tokens):
+            self.logits[row] = linear(self.rows[row : row + 1], weight, bias)[0]
+
+    def fill(self, part: Experts, by_torch: bool, tokens: int) -> None:
+        """Choose the experts of the first tokens, and group their rows."""
+        if by_torch:
+            self.multiply(part.router, tokens)
+        factors, indices = part.route(self.logits[:tokens])
+        self.factors[:tokens] = factors
+        ids = indices.flatten().numpy()
+        order = np.argsort(ids, kind="stable")
+        rows, count = len(ids), indices.shape[1]
+        self.places.view(-1).numpy()[order] = np.arange(rows)
+        self.sources.numpy()[:rows] = order // count
+        ordered = ids[order]
+        firsts = np.flatnonzero(np.diff(ordered, prepend=-1))
+        chosen = self.chosen.numpy()
+        chosen[: len(firsts), 0], chosen[: len(firsts), 1] = ordered[firsts], firsts
+        chosen[: len(firsts), 2] = np.diff(firsts, append=rows)
+        chosen[len(firsts) :] = 0

@@ -1,0 +1,73 @@
+"""Mixtures of experts: Qwen3-MoE, OLMoE, Mixtral."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lookahead.families.operations import (
+    Experts,
+    Family,
+    Mlp,
+    Norm,
+    Residual,
+    SelfAttention,
+    UndeclaredError,
+    attention,
+    gated,
+)
+
+
+def _likeliest(logits: Tensor, count: int, *, is_normed: bool, is_rounded: bool) -> tuple[Tensor, Tensor]:
+    """The experts with the largest probabilities."""
+    factors, indices = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), count, dim=-1)
+    if is_normed:
+        factors /= factors.sum(dim=-1, keepdim=True)
+    return factors.to(logits.dtype) if is_rounded else factors, indices
+
+
+def _layer(layer: Any, attended: SelfAttention, feeding: Mlp | Experts) -> tuple[Residual, ...]:
+    return (
+        Residual(attended, Norm(layer.input_layernorm)),
+        Residual(feeding, Norm(layer.post_attention_layernorm)),
+    )
+
+
+def _mixture(module: Any, *, is_normed: bool, is_rounded: bool) -> Experts:
+    router, own = module.gate, module.experts
+    route = partial(_likeliest, count=router.top_k, is_normed=is_normed, is_rounded=is_rounded)
+    return Experts(module, router, own, router.top_k, route, own.act_fn, is_wide=not is_rounded)
+
+
+def _qwen3_moe(layer: Any) -> tuple[Residual, ...]:
+    module, mlp = layer.self_attn, layer.mlp
+    norms = Norm(module.q_norm), Norm(module.k_norm)
+    attended = attention(module, norms, sliding_window=module.sliding_window)
+    if not hasattr(mlp, "experts"):
+        return _layer(layer, attended, gated(mlp))
+    return _layer(layer, attended, _mixture(mlp, is_normed=mlp.gate.norm_topk_prob, is_rounded=True))
+
+
+def _olmoe(layer: Any) -> tuple[Residual, ...]:
+    module, mlp = layer.self_attn, layer.mlp
+    if module.config.clip_qkv is not None:
+        raise UndeclaredError("queries, keys and values are clipped")
+    norms, window = (Norm(module.q_norm), Norm(module.k_norm)), getattr(module.config, "sliding_window", None)
+    attended = attention(module, norms, sliding_window=window)
+    return _layer(layer, attended, _mixture(mlp, is_normed=mlp.gate.norm_topk_prob, is_rounded=True))
+
+
+def _mixtral(layer: Any) -> tuple[Residual, ...]:
+    module = layer.self_attn
+    attended = attention(module, sliding_window=getattr(module.config, "sliding_window", None))
+    return _layer(layer, attended, _mixture(layer.mlp, is_normed=True, is_rounded=False))
+
+
+FAMILIES = (
+    Family("qwen3_moe", "Qwen3Moe", _qwen3_moe),
+    Family("olmoe", "Olmoe", _olmoe),
+    Family("mixtral", "Mixtral", _mixtral),
+)

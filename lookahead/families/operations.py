@@ -1,0 +1,258 @@
+"""The operations of a decoder layer, in which the families of models are declared.
+
+A layer is a sequence of residuals: `hidden + factor * after(mixer(before(hidden)))`. A declaration names the modules
+whose weights an operation reads, and computes nothing. `lookahead.backend.cpu` turns it into the jobs of a pass, and
+compares these with the model's own code once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lookahead.kernels.layer_ops import PLUS_ONE, ROUNDED, WIDE
+
+__all__ = ["PLUS_ONE", "ROUNDED", "WIDE"]
+
+
+class UndeclaredError(Exception):
+    """A layer is set up in a way that the declaration of its family leaves out; the message says how."""
+
+
+class Norm(NamedTuple):
+    """An RMSNorm.
+
+    Attributes:
+        module: It has the `weight`.
+        kind: `ROUNDED`, `WIDE` or `PLUS_ONE` of `lookahead.kernels.layer_ops`.
+        epsilon: The name of its epsilon.
+    """
+
+    module: Any
+    kind: int = ROUNDED
+    epsilon: str = "variance_epsilon"
+
+    @property
+    def weight(self) -> Tensor:
+        """`[size]`."""
+        weight: Tensor = self.module._parameters["weight"]
+        return weight
+
+    @property
+    def eps(self) -> float:
+        """Added to the mean square."""
+        return float(getattr(self.module, self.epsilon))
+
+
+class Product(NamedTuple):
+    """A product with some outputs of a linear layer.
+
+    Attributes:
+        module: The linear layer.
+        first: Its first output that counts.
+        outputs: The number of outputs.
+    """
+
+    module: Any
+    first: int
+    outputs: int
+
+    @property
+    def bias(self) -> Tensor | None:
+        """`[outputs]`, or None."""
+        bias: Tensor | None = self.module._parameters["bias"]
+        return None if bias is None else bias[self.first : self.first + self.outputs]
+
+
+class Rope(NamedTuple):
+    """A rotary embedding.
+
+    Attributes:
+        kind: The type of layers that the rotary module takes; empty if it takes none.
+        size: Numbers of a head that are rotated.
+        shares: Whether both numbers of a pair share a cosine.
+        is_wide: Whether cosines are float32, and only results are rounded.
+    """
+
+    kind: str
+    size: int
+    shares: bool = False
+    is_wide: bool = False
+
+
+class SelfAttention(NamedTuple):
+    """Attention to the KV cache.
+
+    Attributes:
+        module: The attention layer.
+        query: The product of the queries.
+        key: The product of the keys.
+        value: The product of the values.
+        output: The product of what was attended to.
+        options: What the layer passes to the registered attention function.
+        rope: The rotary embedding; None for none.
+        norms: Of queries and keys, whole or by head; may be empty.
+    """
+
+    module: Any
+    query: Product
+    key: Product
+    value: Product
+    output: Product
+    options: dict[str, Any]
+    rope: Rope | None
+    norms: tuple[Norm, ...] = ()
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """All products."""
+        return self.query, self.key, self.value, self.output
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The modules whose code it replaces, without linear layers and norms."""
+        return (self.module,)
+
+
+class Mlp(NamedTuple):
+    """`down(activation(gate(x)) * up(x))`; without `up`, `down(activation(gate(x)))`.
+
+    Attributes:
+        module: The MLP.
+        gate: The product of the activated numbers.
+        up: The product of their factors; None for a plain MLP.
+        down: The product of the result.
+        activation: The module of the activation.
+    """
+
+    module: Any
+    gate: Product
+    up: Product | None
+    down: Product
+    activation: Any
+    norms: tuple[Norm, ...] = ()
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """All products."""
+        return (self.gate, self.down) if self.up is None else (self.gate, self.up, self.down)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The modules whose code it replaces, without linear layers and norms."""
+        return self.module, self.activation
+
+
+class Experts(NamedTuple):
+    """The weighted sum of the results of the experts that a router chooses for each token.
+
+    Attributes:
+        module: The mixture.
+        router: It has a `weight`, `[experts, inputs]`, and maybe a `bias`.
+        experts: The module of `gate_up_proj`, `[experts, 2 * inner, inputs]`, and `down_proj`.
+        chosen: Experts per token.
+        route: The factors and the indices of the chosen experts, `[tokens, chosen]`, for logits `[tokens, experts]`.
+        activation: The module of the activation.
+        is_wide: Whether weighted results are added in float32 without being rounded.
+    """
+
+    module: Any
+    router: Any
+    experts: Any
+    chosen: int
+    route: Callable[[Tensor], tuple[Tensor, Tensor]]
+    activation: Any
+    is_wide: bool = False
+    norms: tuple[Norm, ...] = ()
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """It has no linear layers."""
+        return ()
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The weights of the experts."""
+        return self.experts._parameters["gate_up_proj"], self.experts._parameters["down_proj"]
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The modules whose code it replaces, without linear layers and norms."""
+        return self.module, self.router, self.experts, self.activation
+
+
+class Residual(NamedTuple):
+    """`hidden + factor * after(mixer(before(hidden)))`."""
+
+    mixer: SelfAttention | Mlp | Experts
+    before: Norm | None
+    after: Norm | None = None
+    factor: float = 1.0
+
+    @property
+    def norms(self) -> Iterator[Norm]:
+        """All norms."""
+        yield from (norm for norm in (self.before, self.after, *self.mixer.norms) if norm is not None)
+
+
+class Family(NamedTuple):
+    """A family of models.
+
+    Attributes:
+        module: The name of its folder in transformers.
+        name: The first part of its class names, such as "Llama" of "LlamaDecoderLayer".
+        layer: Declares a decoder layer.
+        norm: Declares the norm after the last layer.
+        text: The rest of the class name of its decoder.
+        embedding_factor: The name in the configuration of the factor of embeddings; empty for none.
+        logits_divisor: Likewise, of the divisor of logits.
+        logits_cap: Likewise, of the bound of logits.
+    """
+
+    module: str
+    name: str
+    layer: Callable[[Any], tuple[Residual, ...]]
+    norm: Callable[[Any], Norm] = Norm
+    text: str = "Model"
+    embedding_factor: str = ""
+    logits_divisor: str = ""
+    logits_cap: str = ""
+
+    @property
+    def file(self) -> str:
+        """The module in which transformers defines it."""
+        return f"transformers.models.{self.module}.modeling_{self.module}"
+
+
+def whole(linear: Any) -> Product:
+    """The product with all outputs of a linear layer."""
+    return Product(linear, 0, linear.out_features)
+
+
+def split(linear: Any, *outputs: int) -> tuple[Product, ...]:
+    """The products with consecutive outputs of a linear layer."""
+    firsts = [sum(outputs[:at]) for at in range(len(outputs))]
+    if sum(outputs) != linear.out_features:
+        raise UndeclaredError(f"{linear.out_features} outputs are not {' + '.join(map(str, outputs))}")
+    return tuple(Product(linear, *place) for place in zip(firsts, outputs, strict=True))
+
+
+def attention(module: Any, norms: tuple[Norm, ...] = (), rope: Rope | None = None, **options: Any) -> SelfAttention:
+    """Attention with a linear layer each for queries, keys, values and the output.
+
+    Args:
+        module: The attention layer, with `q_proj`, `k_proj`, `v_proj`, `o_proj`, `head_dim` and `scaling`.
+        norms: Norms of queries and keys.
+        rope: The rotary embedding; of whole heads if None.
+        **options: What it passes to the registered attention function, besides `dropout` and `scaling`.
+    """
+    query, key, value, output = (whole(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    options = {"dropout": 0.0, "scaling": module.scaling, **options}
+    return SelfAttention(module, query, key, value, output, options, rope or Rope("", module.head_dim), norms)
+
+
+def gated(module: Any) -> Mlp:
+    """An MLP with `gate_proj`, `up_proj`, `down_proj` and `act_fn`."""
+    return Mlp(module, whole(module.gate_proj), whole(module.up_proj), whole(module.down_proj), module.act_fn)

@@ -1,0 +1,251 @@
+"""Declared families: passes as one call, with the tokens of `model.generate`, and in bfloat16 with its bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import lookahead
+from lookahead.backend.cpu import fused_layers, pass_table, routing
+from lookahead.kernels import experts, packed_product
+from lookahead.model.model_state import plan_of
+from tests.support.small_layers import HALF, SINGLE, attends, on_x86
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.15, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma": {},
+    "Gemma2": {**WINDOWS, "query_pre_attn_scalar": 32},
+    "Gemma3": {**WINDOWS, "query_pre_attn_scalar": 32},
+    "Olmo2": {},
+    "Olmo3": WINDOWS,
+    "Phi3": {"partial_rotary_factor": 0.75},
+    "Granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0},
+    "SmolLM3": {"no_rope_layers": [1, 0, 1]},
+    "Mistral": {"sliding_window": 16},
+    "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    "Olmoe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128,
+        "head_dim": None, "num_key_value_heads": 8,
+    },
+    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": None},
+}  # fmt: skip
+MIXTURES = ("Qwen3Moe", "Olmoe", "Mixtral")
+
+has_kernels = pytest.mark.skipif(
+    not (attends(HALF) and all(packed_product.is_supported(torch.zeros(2, 64, dtype=kind)) for kind in (HALF, SINGLE))),
+    reason="this CPU has no kernels for whole passes",
+)
+pytestmark = [on_x86, has_kernels]
+
+
+def made(name: str, dtype: torch.dtype = HALF, **options: Any) -> Any:
+    """A random model of a family, including random norms."""
+    sizes = {key: size for key, size in {**SIZES, **FAMILIES[name], **options}.items() if size is not None}
+    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(**sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                nn.init.normal_(weight, 0.5, 0.3)
+    return model.to(dtype).eval()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """The tokens of every pass that was one call."""
+    tokens, own = list[int](), pass_table.PassTable.run
+
+    def run(table: Any, hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        tokens.append(hidden.shape[1])
+        return own(table, hidden, *arguments)
+
+    monkeypatch.setattr(pass_table.PassTable, "run", run)
+    return tokens
+
+
+def prompt(length: int = 36, rows: int = 1, seed: int = 1) -> torch.Tensor:
+    """Random tokens that repeat, so that there are drafts."""
+    ids = torch.randint(3, 100, (rows, length // 3), generator=torch.Generator().manual_seed(seed))
+    return ids.repeat(1, 3)
+
+
+def both(model: Any, ids: torch.Tensor, **options: Any) -> tuple[Any, Any]:
+    """What `model.generate` gives, and what lookahead does."""
+    options = {"max_new_tokens": 24, "output_logits": True, "return_dict_in_generate": True, **options}
+    outputs = list[Any]()
+    for ours in ({}, {"custom_generate": lookahead.decode}):
+        torch.manual_seed(3)
+        outputs.append(model.generate(ids, **options, **ours))
+    return outputs[0], outputs[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_passes_are_one_call_with_the_bits_of_generate(name, calls):
+    model = made(name)
+    own, ours = both(model, prompt(), do_sample=False)
+    assert torch.equal(own.sequences, ours.sequences)
+    assert all(map(torch.equal, own.logits, ours.logits))
+    # The soft caps of Gemma 2 are in eager attention, whose bits the kernel does not have.
+    assert bool(calls) is (name != "Gemma2"), lookahead.backend_report(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_float32_passes_are_one_call_with_the_tokens_of_generate(name, calls):
+    own, ours = both(made(name, SINGLE), prompt(), do_sample=False)
+    assert torch.equal(own.sequences, ours.sequences)
+    for expected, logits in zip(own.logits, ours.logits, strict=True):
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=2e-3)
+    assert calls
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Olmo3", "Granite", "Qwen3Moe"])
+def test_sampled_tokens_are_those_of_generate(name):
+    own, ours = both(made(name), prompt(), do_sample=True, temperature=1.3)
+    assert torch.equal(own.sequences, ours.sequences)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Phi3", "SmolLM3", "Mixtral"])
+def test_rows_of_other_lengths_get_the_tokens_of_generate(name):
+    model, ids = made(name, SINGLE), prompt(rows=3)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate((0, 7, 20)):
+        ids[row, :length], mask[row, :length] = 0, 0
+    own, ours = both(model, ids, attention_mask=mask, do_sample=False)
+    assert torch.equal(own.sequences, ours.sequences)
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral", "Olmo3"])
+def test_windows_are_passed_and_left_with_the_bits_of_generate(name, calls):
+    model = made(name)
+    for length in (6, 12, 15, 18, 60):  # before the window of 16, at its end, and behind it
+        own, ours = both(model, prompt(length), do_sample=False, max_new_tokens=20)
+        assert all(map(torch.equal, own.logits, ours.logits)), length
+    assert calls
+
+
+def test_behind_a_window_heads_that_share_keys_attend_as_generate_lets_them():
+    # With a mask transformers multiplies them together, with other bits than each alone.
+    for heads in (4, 8):
+        model = made("Mistral", num_key_value_heads=heads)
+        for start in range(17, 27):
+            own, ours = both(model, prompt(3 * start), do_sample=False, max_new_tokens=40)
+            assert all(map(torch.equal, own.logits, ours.logits)), (heads, start)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_has_the_bits_of_single_rows_packed_or_not(name):
+    model = made(name)
+    layer = fused_layers.find_fused(model).layers[0]
+    part, x = layer.experts, torch.randn(1, 40, 256, generator=torch.Generator().manual_seed(2)).to(HALF)
+    with torch.inference_mode():
+        own = torch.cat([part.module(row) for row in x.split(1, 1)], 1)
+        for packs in (False, True):
+            weights = routing.weights_of(part, layer.known, packs=packs)
+            assert weights.gate_up.is_packed is packs
+            jobs = fused_layers.LayerJobs(
+                fused_layers.new_buffer(x, 40), {}, None, {}, None, lambda part: routing.Routing(part, 40, HALF)
+            )  # fmt: skip
+            jobs.mixture = weights
+            mixed = jobs.mixed(part, x)
+            jobs.run()
+            assert torch.equal(mixed, own)
+
+
+def test_changed_weights_of_experts_are_heeded_by_the_next_pass():
+    model = made("Qwen3Moe", SINGLE)
+    first, _ = both(model, prompt(), do_sample=False)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj.neg_()
+    own, ours = both(model, prompt(), do_sample=False)
+    assert torch.equal(own.sequences, ours.sequences) and not torch.equal(own.sequences, first.sequences)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layer_that_does_not_match_its_declaration_stays_as_it_is(name):
+    model = made(name)
+    model.model.layers[1].extra = nn.Linear(2, 2)
+    found = fused_layers.find_fused(model)
+    assert [layer.module for layer in found.layers] == [model.model.layers[at] for at in (0, 2)]
+    assert found.reason == "layer 1: extra is not declared"
+
+
+def test_a_class_whose_code_another_package_replaced_is_not_served(monkeypatch):
+    from transformers.models.gemma3 import modeling_gemma3
+
+    own = modeling_gemma3.Gemma3RMSNorm.forward
+    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "forward", lambda self, x: 2 * own(self, x))
+    model = made("Gemma3", SINGLE)
+    expected, ours = both(model, prompt(), do_sample=False)
+    assert torch.equal(expected.sequences, ours.sequences)
+    assert not fused_layers.find_fused(model).layers
+
+
+def test_a_declaration_that_is_wrong_is_found_by_comparison(monkeypatch):
+    from lookahead import families
+    from lookahead.families import gemma
+
+    family = next(family for family in gemma.FAMILIES if family.name == "Gemma3")
+    wrong = family._replace(layer=lambda layer: tuple(part._replace(factor=0.5) for part in family.layer(layer)))
+    monkeypatch.setattr(families, "_BY_LAYER", {(family.file, "Gemma3DecoderLayer"): wrong})
+    model = made("Gemma3", SINGLE)
+    found = fused_layers.find_fused(model)
+    assert not found.layers and "compute differently from their declaration" in found.reason
+
+
+def test_rows_of_an_expert_do_not_depend_on_those_of_others():
+    source = torch.Generator().manual_seed(0)
+    weight = torch.randn(5, 96, 128, generator=source).to(HALF)
+    x = torch.randn(7, 128, generator=source).to(HALF)
+    for packs in (False, True):
+        held = experts.weight_of(weight, 512, packs=packs)
+        alone = torch.empty(7, 96, dtype=HALF)
+        for row, expert in enumerate((0, 0, 2, 2, 2, 4, 4)):
+            one = torch.tensor([[expert, row, 1], [0, 0, 0]])
+            fused_layers.run(experts.products(x, held, None, alone, one, 1))
+        together = torch.empty(7, 96, dtype=HALF)
+        groups = torch.tensor([[0, 0, 2], [2, 2, 3], [4, 5, 2], [0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+        fused_layers.run(experts.products(x, held, None, together, groups, 7))
+        assert torch.equal(together, alone)
+
+
+def test_routing_groups_the_rows_of_each_expert():
+    model = made("Mixtral", SINGLE)
+    part = fused_layers.find_fused(model).layers[0].experts
+    table = routing.Routing(part, 9, SINGLE)
+    table.logits.copy_(torch.randn(9, 8, generator=torch.Generator().manual_seed(0)))
+    for tokens in (1, 9, 4):
+        table.fill(part, False, tokens)
+        factors, indices = part.route(table.logits[:tokens])
+        rows, chosen = tokens * 2, table.chosen.numpy()
+        count = int((chosen[:, 2] > 0).sum())
+        assert chosen[:count, 2].sum() == rows and not chosen[count:].any()
+        for token in range(tokens):
+            for choice in range(2):
+                row = int(table.places[token, choice])
+                assert int(table.sources[row]) == token
+                group = next(each for each in chosen[:count] if each[1] <= row < each[1] + each[2])
+                assert group[0] == int(indices[token, choice])
+        assert torch.equal(table.factors[:tokens], factors)
+        assert np.array_equal(np.sort(table.places[:tokens].flatten().numpy()), np.arange(rows))
+
+
+def test_kept_tables_follow_the_plan_of_the_model():
+    model = made("Granite", SINGLE)
+    both(model, prompt(), do_sample=False)
+    plan = plan_of(model)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.mul_(-1)
+    own, ours = both(model, prompt(), do_sample=False)
+    assert torch.equal(own.sequences, ours.sequences) and plan_of(model) is not plan
