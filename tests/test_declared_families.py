@@ -154,8 +154,9 @@ def test_a_mixture_has_the_bits_of_single_rows_packed_or_not(name):
             weights = routing.weights_of(part, layer.known, packs=packs)
             assert weights.gate_up.is_packed is packs
             jobs = fused_layers.LayerJobs(
-                fused_layers.new_buffer(x, 40), {}, None, {}, None, lambda part: routing.Routing(part, 40, HALF)
-            )  # fmt: skip
+                lambda name, size: x.new_empty(1, 40, size),
+                *({}, None, {}, None, lambda part: routing.Routing(part, 40, HALF)),
+            )
             jobs.mixture = weights
             mixed = jobs.mixed(part, x)
             jobs.run()

@@ -59,12 +59,6 @@ class Product(NamedTuple):
     first: int
     outputs: int
 
-    @property
-    def bias(self) -> Tensor | None:
-        """`[outputs]`, or None."""
-        bias: Tensor | None = self.module._parameters["bias"]
-        return None if bias is None else bias[self.first : self.first + self.outputs]
-
 
 class Rope(NamedTuple):
     """A rotary embedding.
@@ -156,6 +150,7 @@ class Experts(NamedTuple):
         route: The factors and the indices of the chosen experts, `[tokens, chosen]`, for logits `[tokens, experts]`.
         activation: The module of the activation.
         is_wide: Whether weighted results are added in float32 without being rounded.
+        names: The names of the weights.
     """
 
     module: Any
@@ -166,6 +161,7 @@ class Experts(NamedTuple):
     activation: Any
     is_wide: bool = False
     norms: tuple[Norm, ...] = ()
+    names: tuple[str, str] = ("gate_up_proj", "down_proj")
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -175,7 +171,8 @@ class Experts(NamedTuple):
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
         """The weights of the experts."""
-        return self.experts._parameters["gate_up_proj"], self.experts._parameters["down_proj"]
+        first, second = (self.experts._parameters[name] for name in self.names)
+        return first, second
 
     @property
     def parts(self) -> tuple[Any, ...]:

@@ -25,7 +25,6 @@ from lookahead.backend.cpu.layer_jobs import (
     Positions,
     activation_of,
     has_own_panels,
-    new_buffer,
 )
 from lookahead.backend.cpu.linears import packed_weights
 from lookahead.backend.cpu.routing import Routing, multiplies, serves
@@ -159,7 +158,7 @@ def _is_passive(module: nn.Module) -> bool:
 def _declared(module: Any, family: Family) -> DeclaredLayer:
     """The declared operations of a decoder layer; raises UndeclaredError if it has, or does, more."""
     residuals = family.layer(module)
-    layer = DeclaredLayer(module, family, residuals, vars(sys.modules[family.file])["eager_attention_forward"], {})
+    layer = DeclaredLayer(module, family, residuals, vars(sys.modules[family.file])["eager_attention_forward"])
     names = {id(part): name or "itself" for name, part in module.named_modules()}
     known = {id(part) for part in (*layer.parts, *layer.linears)}
     faults = [names[id(part)] for part in module.modules() if id(part) not in known and not _is_passive(part)]
@@ -273,7 +272,12 @@ def _fused(
     prepared = prepared_rows(weights, rows * tokens) if weights else None
     attend = _CalledAttention(layer, cache, attention_mask, kwargs)
     jobs = LayerJobs(
-        new_buffer(hidden, tokens), by_linear, prepared, positions, attend, partial(_routing, rows * tokens, hidden)
+        lambda name, size: hidden.new_empty(rows, tokens, size),
+        by_linear,
+        prepared,
+        positions,
+        attend,
+        partial(_routing, rows * tokens, hidden),
     )
     if serves(hidden.dtype, running_pass()):
         jobs.mixture = layer.mixture()
@@ -356,7 +360,7 @@ def _mixed(layer: DeclaredLayer, source: torch.Generator) -> list[tuple[Tensor, 
     x = _random(source, 1, _ROWS, part.weights[0].shape[-1]).to(part.weights[0].dtype)
     own = torch.cat([part.module(row) for row in x.split(1, 1)], 1)
     attend, routing = _CalledAttention(layer, None, None, {}), partial(_routing, _ROWS, x)
-    jobs = LayerJobs(new_buffer(x, _ROWS), {}, None, {}, attend, routing)
+    jobs = LayerJobs(lambda name, size: x.new_empty(1, _ROWS, size), {}, None, {}, attend, routing)
     jobs.mixture = layer.mixture()
     fused = jobs.mixed(part, x)
     jobs.run()

@@ -31,45 +31,41 @@ ACTIVATIONS = frozenset(_FORMULAS)
 """The classes of activations that have a formula in float32."""
 
 
-class DeclaredLayer(NamedTuple):
-    """A decoder layer whose operations are declared."""
+class DeclaredLayer:
+    """A decoder layer whose operations are declared.
 
-    module: Any
-    family: Family
-    residuals: tuple[Residual, ...]
-    eager: Callable[..., Any]  # attention function of its file
-    known: dict[Any, Any]  # cache of `packed_weights`
+    Args:
+        module: The layer.
+        family: Its family.
+        residuals: Its operations.
+        eager: The eager attention function of its file.
 
-    @property
-    def attention(self) -> SelfAttention:
-        """Its attention."""
-        return next(part.mixer for part in self.residuals if isinstance(part.mixer, SelfAttention))
+    Attributes:
+        attention: Its attention.
+        experts: Its mixture of experts, if it has one.
+        linears: Its linear layers, each once.
+        norms: Its norms.
+        known: What is kept about its weights.
+    """
 
-    @property
-    def experts(self) -> Experts | None:
-        """Its mixture of experts, if it has one."""
-        return next((part.mixer for part in self.residuals if isinstance(part.mixer, Experts)), None)
+    def __init__(self, module: Any, family: Family, residuals: tuple[Residual, ...], eager: Callable[..., Any]) -> None:
+        self.module, self.family, self.residuals, self.eager = module, family, residuals, eager
+        mixers = [part.mixer for part in residuals]
+        self.attention = next(mixer for mixer in mixers if isinstance(mixer, SelfAttention))
+        self.experts = next((mixer for mixer in mixers if isinstance(mixer, Experts)), None)
+        self.linears: list[Any] = list(dict.fromkeys(part.module for mixer in mixers for part in mixer.products))
+        self.norms = [norm for part in residuals for norm in part.norms]
+        self.known: dict[Any, Any] = {}
 
     def mixture(self, *, packs: bool = False) -> MixtureWeights | None:
         """The weights of its mixture; `packs` makes packed copies."""
-        part = self.experts
-        return None if part is None else weights_of(part, self.known, packs=packs)
-
-    @property
-    def linears(self) -> list[Any]:
-        """Its linear layers, each once."""
-        return list(dict.fromkeys(product.module for part in self.residuals for product in part.mixer.products))
+        return None if self.experts is None else weights_of(self.experts, self.known, packs=packs)
 
     @property
     def activations(self) -> list[Any]:
         """The modules of its activations."""
         mixers = (part.mixer for part in self.residuals)
         return [mixer.activation for mixer in mixers if not isinstance(mixer, SelfAttention)]
-
-    @property
-    def norms(self) -> list[Norm]:
-        """Its norms."""
-        return [norm for part in self.residuals for norm in part.norms]
 
     @property
     def parts(self) -> list[Any]:
@@ -248,8 +244,12 @@ class LayerJobs:
             return [
                 whole[id(part.module)][..., part.first : part.first + part.outputs].contiguous() for part in products
             ]
-        weights = [part_of(self._weights[id(part.module)], part) for part in products]
-        biases = [part.bias for part in products]
+        weights, biases = list[PackedWeight](), list[Tensor | None]()
+        for part in products:
+            weight, bias = self._weights[id(part.module)], part.module._parameters["bias"]
+            is_whole = part.outputs == weight.outputs
+            weights.append(weight if is_whole else part_of(weight, part))
+            biases.append(bias if is_whole or bias is None else bias[part.first : part.first + part.outputs])
         kinds = [(weight.packed.dtype, weight.kernel) for weight in weights]
         # Consecutive weights of one type share a job.
         ends = [at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]]
@@ -261,8 +261,6 @@ class LayerJobs:
 
 def part_of(weight: PackedWeight, part: Product) -> PackedWeight:
     """The weight of some outputs of a packed weight, which begin with a panel."""
-    if part.outputs == weight.outputs:
-        return weight
     panels = weight.packed[part.first // COLUMNS : -(-(part.first + part.outputs) // COLUMNS)]
     return weight._replace(packed=panels, outputs=part.outputs, panels=len(panels))
 
@@ -286,12 +284,3 @@ def _activation(kind: Any, dtype: torch.dtype, flags: tuple[Any, ...]) -> tuple[
     numbers = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
     with torch.inference_mode():
         return layer_ops.TABLE, kind()(numbers)
-
-
-def new_buffer(like: Tensor, tokens: int) -> Callable[[str, int], Tensor]:
-    """Makes new buffers, `[rows, tokens, size]`, of the dtype of hidden states."""
-    return partial(_new, like, tokens)
-
-
-def _new(like: Tensor, tokens: int, name: str, size: int) -> Tensor:
-    return like.new_empty(len(like), tokens, size)

@@ -5,7 +5,7 @@ With mixtures of experts it is a call per layer: between two of them the experts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +79,7 @@ class PassTable(KeepsAddresses):
         packs_experts: bool = False,
     ) -> None:
         self._packs_experts = packs_experts
+        self._watched = _Watched.of(parts)
         self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
         self.query_size = max(layer.attention.query.outputs for layer in parts.layers)  # elements of a node's queries
         self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # elements of a node's output
@@ -112,7 +113,7 @@ class PassTable(KeepsAddresses):
         self._threads = torch.get_num_threads()
         for at in range(len(parts.layers)):
             cache.is_ready(at)  # allocates the slots
-        self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), list(_settings_of(parts))
+        self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), _settings_of(self._watched)
         written = hidden.new_empty(2)  # two addresses, to see which numbers depend on the output's address
         step = written[1:].data_ptr() - written.data_ptr()
         one, two, later, moved = (
@@ -123,14 +124,14 @@ class PassTable(KeepsAddresses):
         self._base = one - self._by_token - written.data_ptr() * self._by_address
         self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of(3, 5, written[1:])).all())
 
-    def serves(self, parts: PassParts, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
+    def serves(self, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
         """Whether the table is for these weights and module settings, and nothing has moved since."""
         return (
             (weights is self._weights or _are_same(weights, self._weights))
             and (of_head is self._of_head or _are_same(of_head, self._of_head))
             and self._threads == torch.get_num_threads()
             and self._allocated == (self._slots.capacity, self._slots.allocations)
-            and self._settings == list(_settings_of(parts))
+            and self._settings == _settings_of(self._watched)
         )
 
     def takes(self, positions: Mapping[str, Positions]) -> bool:
@@ -305,20 +306,37 @@ class _TableAttention:
         return attended
 
 
-def _settings_of(parts: PassParts) -> Iterator[float]:
-    """Addresses and numbers that a table holds and users may change: of norms, biases, scales and experts."""
-    for norm in (parts.norm, *(norm for layer in parts.layers for norm in layer.norms)):
-        yield norm.weight.data_ptr()
-        yield norm.eps
-    for linear in (*parts.linears, *([parts.head] if parts.head else [])):
-        bias = linear._parameters["bias"]
-        yield 0 if bias is None else bias.data_ptr()
-    for layer in parts.layers:
-        yield layer.attention.module.scaling
-        if part := layer.experts:
-            for tensor in (part.router._parameters["weight"], *part.weights):
-                yield tensor.data_ptr()
-                yield 0 if tensor.is_inference() else tensor._version
+class _Watched(NamedTuple):
+    """What a table holds and users may change: addresses of norms, biases and experts, epsilons and scales."""
+
+    tensors: list[tuple[Any, str]]  # dictionaries of parameters, and their keys
+    contents: list[tuple[Any, str]]  # likewise, of those whose values are copied
+    numbers: list[tuple[Any, str]]  # modules, and their attributes
+
+    @classmethod
+    def of(cls, parts: PassParts) -> _Watched:
+        """What to watch of the modules of a pass."""
+        norms = [parts.norm, *(norm for layer in parts.layers for norm in layer.norms)]
+        linears = [*parts.linears, *([parts.head] if parts.head else [])]
+        mixtures = [layer.experts for layer in parts.layers if layer.experts]
+        tensors = [(norm.module._parameters, "weight") for norm in norms]
+        tensors += [(linear._parameters, "bias") for linear in linears]
+        contents = [(mixture.router._parameters, "weight") for mixture in mixtures]
+        contents += [(mixture.experts._parameters, name) for mixture in mixtures for name in mixture.names]
+        numbers = [(norm.module, norm.epsilon) for norm in norms]
+        numbers += [(layer.attention.module, "scaling") for layer in parts.layers]
+        return cls([*tensors, *contents], contents, numbers)
+
+
+def _settings_of(watched: _Watched) -> list[float]:
+    """The addresses, versions and numbers of what a table watches."""
+    tensors = [held[name] for held, name in watched.tensors]
+    copied = [held[name] for held, name in watched.contents]
+    return [
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *(0 if tensor.is_inference() else tensor._version for tensor in copied),
+        *(getattr(module, name) for module, name in watched.numbers),
+    ]
 
 
 def _are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:
