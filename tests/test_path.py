@@ -44,7 +44,7 @@ def test_the_way_to_the_first_token_is_short(dtype: str) -> None:
     way, _ = _counts(dtype)
     assert way["functions"] <= 246, f"\n{way['path']}"
     assert way["files"] <= 53, f"\n{way['path']}"
-    assert way["calls"] <= 2800, f"\n{way['path']}"
+    assert way["calls"] <= 3000, f"\n{way['path']}"
     assert way["climbs"] <= 2, f"\n{way['path']}"
 
 
