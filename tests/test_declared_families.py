@@ -163,6 +163,14 @@ def test_a_mixture_has_the_bits_of_single_rows_packed_or_not(name):
             assert torch.equal(mixed, own)
 
 
+def test_experts_whose_results_are_added_in_another_order_keep_the_bits_of_generate():
+    model = made("Qwen3Moe")
+    for implementation in ("grouped_mm", "eager"):  # as they were chosen, and by their numbers
+        model.set_experts_implementation(implementation)
+        own, ours = both(model, prompt(), do_sample=False)
+        assert all(map(torch.equal, own.logits, ours.logits)), implementation
+
+
 def test_changed_weights_of_experts_are_heeded_by_the_next_pass():
     model = made("Qwen3Moe", SINGLE)
     first, _ = both(model, prompt(), do_sample=False)

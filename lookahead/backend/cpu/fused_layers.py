@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -304,13 +304,22 @@ def _is_right(layer: DeclaredLayer, code: int) -> bool:
             for parameters in (linear._parameters,)
             for weight in (parameters["weight"],)
         ),
-        *(weight.shape for weight in (layer.experts.weights if layer.experts else ())),
+        *map(type, layer.activations),
+        *_kind_of(layer.experts),
     )  # fmt: skip
     if kind not in _probed:
         _probed[kind] = _computes_the_same(layer) and all(
             _keeps_means(norm.weight.dtype, len(norm.weight)) for norm in layer.norms
         )
     return _probed[kind]
+
+
+def _kind_of(part: Experts | None) -> Iterator[Any]:
+    """What decides in which order a mixture adds, and of how many numbers."""
+    if part is not None:
+        yield from (part.chosen, part.is_wide, *(weight.shape for weight in part.weights))
+        # It may be set between two calls: one adds by the numbers of the experts, others as they were chosen.
+        yield getattr(getattr(part.experts, "config", None), "_experts_implementation", None)
 
 
 def _random(source: torch.Generator, *shape: int) -> Tensor:
