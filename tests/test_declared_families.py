@@ -258,3 +258,10 @@ def test_kept_tables_follow_the_plan_of_the_model():
         model.model.layers[0].input_layernorm.weight.mul_(-1)
     own, ours = both(model, prompt(), do_sample=False)
     assert torch.equal(own.sequences, ours.sequences) and plan_of(model) is not plan
+
+
+def test_a_window_of_one_token_gives_the_tokens_of_generate():
+    model = made("Mistral", SINGLE, sliding_window=1)
+    for length in (3, 36):
+        own, ours = both(model, prompt(length), do_sample=False)
+        assert torch.equal(own.sequences, ours.sequences)

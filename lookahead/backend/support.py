@@ -38,7 +38,7 @@ from lookahead.model.facts import (
 )
 from lookahead.model.known_code import attention_code, changed_caches, hooks_of, is_known, name_of
 from lookahead.model.model_kind import kind_of
-from lookahead.model.model_state import recognise, state_of
+from lookahead.model.model_state import plan_of, recognise, state_of
 from lookahead.model.stamp import version_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
@@ -113,6 +113,8 @@ def _standing_reason(model: PreTrainedModel) -> str:
         return f"its {' and '.join(sorted(others))} layers depend on more than positions and masks"
     if getattr(config, "expert_capacity", None) is not None:
         return "its experts take a limited number of tokens of a pass"
+    if 1 in plan_of(model).windows:
+        return "transformers' cache keeps all tokens for its window of 1"
     return unsupported_reason(model)
 
 
