@@ -54,7 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3Moe": ("Qwen3Moe", {**MIXTURE, "num_experts": 32, "moe_intermediate_size": 512, "norm_topk_prob": True}),
     "Olmoe": ("Olmoe", {**MIXTURE, "num_experts": 32, "intermediate_size": 512, "num_key_value_heads": 16}),
     "Mixtral": ("Mixtral", {**MIXTURE, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1536}),
-    "GptOss": ("GptOss", {**MIXTURE, "num_local_experts": 16, "intermediate_size": 512, "sliding_window": 128}),
+    "GptOss": ("GptOss", {**MIXTURE, "num_local_experts": 16, "intermediate_size": 512, "sliding_window": 512}),
     "Lfm2": ("Lfm2", {**DENSE, "head_dim": None}),
     "Qwen3_5": ("Qwen3_5Text", {**DENSE, "head_dim": 128}),
 }  # fmt: skip

@@ -1,9 +1,9 @@
 """Mixtures of experts: products of rows with the weights of the experts that are chosen for them.
 
 Every chosen expert is read once for all its rows. Its weights are packed in the layout of
-`lookahead.kernels.packed_product`, or are those of the model, `[experts, outputs, inputs]`, where a copy would take too
-much memory. Then a panel is transposed into a near cache before its rows multiply it, which takes twice as long as
-reading. The bits of a row are the same.
+`lookahead.kernels.packed_product`, or are those of the model, `[experts, outputs, inputs]` or transposed, where a copy
+would take too much memory. Then a panel is laid out in a near cache before its rows multiply it, which takes twice as
+long as reading. The bits of a row are the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import types
+from numba.extending import overload
 from torch import Tensor
 
 from lookahead.kernels.jobs import Job, claim_part
@@ -22,6 +24,8 @@ from lookahead.kernels.packed_product import COLUMNS, HAS_DOT, is_supported, pac
 from lookahead.kernels.scalars import jit_part, narrow, widen
 from lookahead.utils.addresses import array_at
 
+AS_ROWS, AS_COLUMNS, PACKED = range(3)
+"""Layouts: the inputs of an output side by side, the outputs of an input side by side, and panels."""
 _TOGETHER = 8  # panels of a part of a job
 _tile: Any = tile_of(2, "sums", range(1, MOST_ROWS + 1))
 
@@ -30,22 +34,22 @@ class ExpertWeight(NamedTuple):
     """The weights of experts.
 
     Attributes:
-        tensor: `[experts, outputs, inputs]`; packed 32-bit terms `[experts, panels, terms, COLUMNS]`.
+        tensor: As stored by the model; packed 32-bit terms `[experts, panels, terms, COLUMNS]`.
         outputs: Outputs of an expert.
         terms: 32-bit terms of a row.
         block: Terms whose products are added before the sums of blocks are added.
-        is_packed: Whether the weights are packed.
+        layout: `AS_ROWS`, `AS_COLUMNS` or `PACKED`.
     """
 
     tensor: Tensor
     outputs: int
     terms: int
     block: int
-    is_packed: bool
+    layout: int
 
 
 def weight_of(weight: Tensor, block: int, *, packs: bool) -> ExpertWeight:
-    """The weights of experts, `[experts, outputs, inputs]`, for which `multiplies` holds.
+    """The weights of experts, `[experts, outputs, inputs]`, contiguous or transposed, for which `multiplies` holds.
 
     Args:
         weight: bfloat16 or float32.
@@ -53,22 +57,22 @@ def weight_of(weight: Tensor, block: int, *, packs: bool) -> ExpertWeight:
         packs: Whether to make a packed copy.
     """
     of_term = 4 // weight.element_size()
-    sizes = weight.shape[1], weight.shape[2] // of_term, block // of_term, packs
+    sizes = weight.shape[1], weight.shape[2] // of_term, block // of_term
     if not packs:
-        return ExpertWeight(weight, *sizes)
-    terms = weight.detach().view(torch.float32 if of_term == 1 else torch.int32)
-    packed = zeros(len(weight), -(-weight.shape[1] // COLUMNS), sizes[1], COLUMNS, dtype=terms.dtype)
-    for expert, panels in zip(terms, packed, strict=True):
-        pack_panels(expert, panels)
-    return ExpertWeight(packed, *sizes)
+        return ExpertWeight(weight, *sizes, AS_ROWS if weight.is_contiguous() else AS_COLUMNS)
+    dtype = torch.float32 if of_term == 1 else torch.int32
+    packed = zeros(len(weight), -(-weight.shape[1] // COLUMNS), sizes[1], COLUMNS, dtype=dtype)
+    for expert, panels in zip(weight.detach(), packed, strict=True):
+        pack_panels(expert.contiguous().view(dtype), panels)
+    return ExpertWeight(packed, *sizes, PACKED)
 
 
 def multiplies(weight: Tensor) -> bool:
-    """Whether the weights of experts, `[experts, outputs, inputs]`, can be multiplied."""
+    """Whether the weights of experts, `[experts, outputs, inputs]`, contiguous or transposed, can be multiplied."""
     return (
         is_supported(weight[0])
         and (weight.dtype == torch.float32 or HAS_DOT)
-        and weight.is_contiguous()
+        and (weight.is_contiguous() or weight.mT.is_contiguous())
         and weight.shape[1] % LANES == 0
         and weight.shape[2] % (2 * LANES) == 0
         and weight.device.type == "cpu"
@@ -81,7 +85,7 @@ def products(x: Tensor, weight: ExpertWeight, bias: Tensor | None, out: Tensor, 
     Args:
         x: `[rows, inputs]`, contiguous, of the dtype of the weights.
         weight: The weights.
-        bias: `[experts, outputs]`, or None.
+        bias: `[experts, outputs]`, contiguous, added to rounded results; or None.
         out: `[rows, outputs]`, contiguous; written by the job.
         chosen: int64 `[any, 3]`, contiguous: an expert, the first of its rows and their number, which is 0 after the
             last expert.
@@ -90,7 +94,7 @@ def products(x: Tensor, weight: ExpertWeight, bias: Tensor | None, out: Tensor, 
     tensors, outputs = (x, weight.tensor, bias, out, chosen), weight.outputs
     parts = -(-outputs // (_TOGETHER * COLUMNS))
     places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    numbers = *places, outputs, weight.terms, min(weight.block, weight.terms), parts, int(weight.is_packed)
+    numbers = *places, outputs, weight.terms, min(weight.block, weight.terms), parts, weight.layout
     return _ENTRIES[x.dtype], most * parts, numbers, tensors
 
 
@@ -117,13 +121,37 @@ def combine(rows: Tensor, factors: Tensor, places: Tensor, out: Tensor, *, is_wi
     return entry, len(out), (*(tensor.data_ptr() for tensor in tensors), *sizes), tensors
 
 
+def _take_terms(values: Any, at: Any, step: Any, scratch: Any, line: Any, count: Any) -> Any:
+    """Write a line of terms: floats from `at` on, or pairs of halves that are `step` apart."""
+
+
+@overload(_take_terms, strict=False)
+def _take_terms_of(values: Any, at: Any, step: Any, scratch: Any, line: Any, count: Any) -> Any:
+    if values.dtype == types.float32:
+
+        def take(values: Any, at: Any, step: Any, scratch: Any, line: Any, count: Any) -> None:
+            for i in range(count):
+                scratch[line * COLUMNS + i] = values[at + i]
+
+        return take
+
+    def take_pairs(values: Any, at: Any, step: Any, scratch: Any, line: Any, count: Any) -> None:
+        pairs = scratch.view(np.uint32)
+        for i in range(count):
+            pair = np.uint32(values[at + i]) | np.uint32(np.uint32(values[at + step + i]) << np.uint32(16))
+            pairs[line * COLUMNS + i] = pair
+
+    return take_pairs
+
+
 @jit_part
 def _multiply(address, left, number, size):
     """Multiply some panels of an expert at a time; `size` is that of an input, in bytes."""
     numbers = array_at(address, (12,), np.int64)
-    _, parts, x_at, weight_at, bias_at, out_at, chosen_at, outputs, terms, lines, per_expert, is_packed = numbers
+    _, parts, x_at, weight_at, bias_at, out_at, chosen_at, outputs, terms, lines, per_expert, layout = numbers
     chosen = array_at(chosen_at, (parts // per_expert, 3), np.int64)
     panels = (outputs + COLUMNS - 1) // COLUMNS
+    is_packed, of_term = layout == PACKED, 4 // size
     scratch = np.empty(1 if is_packed else lines * COLUMNS, np.float32)
     part = claim_part(address)
     while part < parts:
@@ -133,6 +161,7 @@ def _multiply(address, left, number, size):
             continue
         size_of_expert = (panels * COLUMNS if is_packed else outputs) * terms
         weight = array_at(weight_at + expert * size_of_expert * 4, (size_of_expert,), np.float32)
+        columns = weight.view(number)
         right = (weight if is_packed else scratch).view(left)
         x = array_at(x_at + first_row * terms * 4, (rows * terms,), left)
         out = array_at(out_at + first_row * outputs * size, (rows, outputs), number)
@@ -144,7 +173,9 @@ def _multiply(address, left, number, size):
             sums[:] = -0.0  # neutral: adding any number, even -0, gives that number
             for line in range(0, terms, lines):
                 some, begin = min(lines, terms - line), (column * terms + line * COLUMNS) if is_packed else 0
-                for lane in range(0, 0 if is_packed else count, LANES):
+                for term in range(some if layout == AS_COLUMNS else 0):
+                    _take_terms(columns, (line + term) * of_term * outputs + column, outputs, scratch, term, count)
+                for lane in range(0, count if layout == AS_ROWS else 0, LANES):
                     for term in range(0, some, LANES):
                         place = (column + lane) * terms + line + term
                         transpose((weight, place, terms), (scratch, term * COLUMNS + lane, COLUMNS))
@@ -154,9 +185,9 @@ def _multiply(address, left, number, size):
                     _tile((x, at, terms, 1), (right, begin, COLUMNS), (sums, row * COLUMNS, COLUMNS), tile, some)
             for row in range(rows):
                 for i in range(count):
-                    total = sums[row * COLUMNS + i]
-                    if bias_at:
-                        total += widen(bias[column + i])
+                    out[row, column + i] = narrow(sums[row * COLUMNS + i], out[row, 0])
+                for i in range(count if bias_at else 0):
+                    total = widen(out[row, column + i]) + widen(bias[column + i])
                     out[row, column + i] = narrow(total, out[row, 0])
         part = claim_part(address)
 

@@ -93,21 +93,30 @@ def rotation(
 
 
 def gating(
-    gate: Tensor, up: Tensor | None, kind: int = SILU, table: Tensor | None = None, out: Tensor | None = None
+    gate: Tensor,
+    up: Tensor | None,
+    kind: int = SILU,
+    table: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    limit: float = 0.0,
+    factor: float = 1.0,
 ) -> Job:
     """A job that computes `activation(gate) * up`; without `up`, the activation.
 
     Args:
-        gate: bfloat16 or float32; contiguous, or rows `[rows, size]` that are equally far apart.
+        gate: bfloat16 or float32; contiguous, or rows `[rows, size]` of any strides.
         up: Like `gate`, with its strides, or None.
         kind: `SILU`, `GELU_TANH` or `TABLE`.
         table: bfloat16 `[65536]`: the activation of the number with these bits, for a gate in bfloat16.
         out: Contiguous, of the shape of `gate`; if None, results replace the gate, which is contiguous.
+        limit: Largest gate, and largest absolute value of `up`, to which 1 is added then; 0 for none.
+        factor: Of the gate within the sigmoid of `SILU`.
     """
     tensors = gate, up, table, gate if out is None else out
     places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    sizes = (1, gate.numel(), 0) if out is None else (*gate.shape, gate.stride(0))
-    return _ENTRIES[gate.dtype], 1, (_GATING, *places, *sizes, kind), tensors
+    sizes = (1, gate.numel(), 0, 1) if out is None else (*gate.shape, *gate.stride())
+    return _ENTRIES[gate.dtype], 1, (_GATING, *places, *sizes, kind, bits_of(limit), bits_of(factor)), tensors
 
 
 def storing(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> Job:
@@ -264,24 +273,32 @@ def _rotate(address, kind):
 
 @jit_part
 def _gate(address, kind):
-    """Write the products of rows that are `step` numbers apart."""
-    gate_at, up_at, table_at, out_at, rows, size, step, formula = array_at(address, (8,), np.int64)
-    span, table = (rows - 1) * step + size, array_at(table_at, (1 << 16,), np.uint16)
+    """Write the products of rows that are `step` numbers apart, as their numbers are `apart`."""
+    numbers = array_at(address, (11,), np.int64)
+    gate_at, up_at, table_at, out_at, rows, size, step, apart, formula, limit_bits, factor_bits = numbers
+    limit, factor = np.int32(limit_bits).view(np.float32), np.int32(factor_bits).view(np.float32)
+    span, table = (rows - 1) * step + (size - 1) * apart + 1, array_at(table_at, (1 << 16,), np.uint16)
     gates, ups, outs = (
         _numbers_at(gate_at, span, kind), _numbers_at(up_at, span, kind), _numbers_at(out_at, rows * size, kind),
     )  # fmt: skip
     for row in range(rows):
-        gate, out = gates[row * step : row * step + size], outs[row * size : (row + 1) * size]
+        first, end = row * step, row * step + (size - 1) * apart + 1
+        gate, out = gates[first:end:apart], outs[row * size : (row + 1) * size]
         if formula == TABLE:
             for i in range(size):
                 out[i] = _looked_up(gate[i], table)
         for i in range(0 if formula == TABLE else size):
             x = widen(gate[i])
-            power = x if formula == SILU else _GELU_FACTOR * (x + _GELU_CUBE * x * x * x)
+            x = limit if limit and x > limit else x
+            power = factor * x if formula == SILU else _GELU_FACTOR * (x + _GELU_CUBE * x * x * x)
             out[i] = narrow(x / (_F(1.0) + exp(-power if power < _MAX_EXP_INPUT else -_MAX_EXP_INPUT)), gate[i])
         if up_at:
-            up = ups[row * step : row * step + size]
-            for i in range(size):
+            up = ups[first:end:apart]
+            for i in range(size if limit else 0):
+                y = widen(up[i])
+                y = limit if y > limit else -limit if y < -limit else y
+                out[i] = narrow(widen(out[i]) * widen(narrow(y + _F(1.0), out[i])), out[i])
+            for i in range(0 if limit else size):
                 out[i] = narrow(widen(out[i]) * widen(up[i]), out[i])
 
 

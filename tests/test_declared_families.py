@@ -38,8 +38,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": None, "num_key_value_heads": 8,
     },
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": None},
+    "GptOss": {**WINDOWS, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128},
 }  # fmt: skip
-MIXTURES = ("Qwen3Moe", "Olmoe", "Mixtral")
+MIXTURES = ("Qwen3Moe", "Olmoe", "Mixtral", "GptOss")
 
 has_kernels = pytest.mark.skipif(
     not (attends(HALF) and all(packed_product.is_supported(torch.zeros(2, 64, dtype=kind)) for kind in (HALF, SINGLE))),
@@ -49,14 +50,14 @@ pytestmark = [on_x86, has_kernels]
 
 
 def made(name: str, dtype: torch.dtype = HALF, **options: Any) -> Any:
-    """A random model of a family, including random norms."""
+    """A random model of a family, including random norms and biases."""
     sizes = {key: size for key, size in {**SIZES, **FAMILIES[name], **options}.items() if size is not None}
     config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(**sizes)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = getattr(transformers, f"{name}ForCausalLM")(config)
-        for weight in model.parameters():
-            if weight.dim() == 1:
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1 or name.endswith("bias"):
                 nn.init.normal_(weight, 0.5, 0.3)
     return model.to(dtype).eval()
 
@@ -96,8 +97,8 @@ def test_greedy_passes_are_one_call_with_the_bits_of_generate(name, calls):
     own, ours = both(model, prompt(), do_sample=False)
     assert torch.equal(own.sequences, ours.sequences)
     assert all(map(torch.equal, own.logits, ours.logits))
-    # The soft caps of Gemma 2 are in eager attention, whose bits the kernel does not have.
-    assert bool(calls) is (name != "Gemma2"), lookahead.backend_report(model)
+    # Soft caps and sinks are in eager attention, whose bits the kernel does not have.
+    assert bool(calls) is (name not in ("Gemma2", "GptOss")), lookahead.backend_report(model)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -149,10 +150,10 @@ def test_a_mixture_has_the_bits_of_single_rows_packed_or_not(name):
     layer = fused_layers.find_fused(model).layers[0]
     part, x = layer.experts, torch.randn(1, 40, 256, generator=torch.Generator().manual_seed(2)).to(HALF)
     with torch.inference_mode():
-        own = torch.cat([part.module(row) for row in x.split(1, 1)], 1)
+        own = torch.cat([routing.called(part, row) for row in x.split(1, 1)], 1)
         for packs in (False, True):
             weights = routing.weights_of(part, layer.known, packs=packs)
-            assert weights.gate_up.is_packed is packs
+            assert (weights.gate_up.layout == experts.PACKED) is packs
             jobs = fused_layers.LayerJobs(
                 lambda name, size: x.new_empty(1, 40, size),
                 *({}, None, {}, None, lambda part: routing.Routing(part, 40, HALF)),

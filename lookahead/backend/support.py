@@ -21,6 +21,7 @@ from lookahead.backend.probes import (
     scores_like_the_model,
 )
 from lookahead.backend.protocol import Shape
+from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import is_out_of_memory, named, with_place
 from lookahead.model.calls import changed_loop
@@ -235,6 +236,8 @@ def _probed_shape(model: PreTrainedModel, config: Any) -> Support:
             reason = f"its attention calls {name_of(users[0])}, which is not of transformers"
         else:
             reason = _mismatch_of(model, "trees")
+            # Rounding may change the routing to experts in all probes; equal bits prove more.
+            reason = "" if reason and keeps_solo_bits(model) else reason
     if not reason:
         return Support("trees")
     if kind_of(model).has_encoder:

@@ -1,7 +1,8 @@
-"""Mixtures of experts: Qwen3-MoE, OLMoE, Mixtral."""
+"""Mixtures of experts: Qwen3-MoE, OLMoE, Mixtral, gpt-oss."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch
 from torch import Tensor
 
 from lookahead.families.operations import (
+    WIDE,
+    ClampedGlu,
     Experts,
     Family,
     Mlp,
     Norm,
     Residual,
+    Rope,
     SelfAttention,
     UndeclaredError,
     attention,
@@ -29,10 +33,18 @@ def _likeliest(logits: Tensor, count: int, *, is_normed: bool, is_rounded: bool)
     return factors.to(logits.dtype) if is_rounded else factors, indices
 
 
-def _layer(layer: Any, attended: SelfAttention, feeding: Mlp | Experts) -> tuple[Residual, ...]:
+def _softmax_of_largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The experts with the largest logits, and their probabilities among each other."""
+    largest, indices = torch.topk(logits, count, dim=-1)
+    return torch.softmax(largest, 1, dtype=largest.dtype), indices
+
+
+def _layer(
+    layer: Any, attended: SelfAttention, feeding: Mlp | Experts, norm: Callable[[Any], Norm] = Norm
+) -> tuple[Residual, ...]:
     return (
-        Residual(attended, Norm(layer.input_layernorm)),
-        Residual(feeding, Norm(layer.post_attention_layernorm)),
+        Residual(attended, norm(layer.input_layernorm)),
+        Residual(feeding, norm(layer.post_attention_layernorm)),
     )
 
 
@@ -66,8 +78,23 @@ def _mixtral(layer: Any) -> tuple[Residual, ...]:
     return _layer(layer, attended, _mixture(layer.mlp, is_normed=True, is_rounded=False))
 
 
+def _wide(module: Any) -> Norm:
+    return Norm(module, WIDE)
+
+
+def _gpt_oss(layer: Any) -> tuple[Residual, ...]:
+    module, mlp = layer.self_attn, layer.mlp
+    rope = Rope("", module.head_dim, shares=True)
+    attended = attention(module, (), rope, sliding_window=module.sliding_window, s_aux=module.sinks)
+    router, own = mlp.router, mlp.experts
+    route, glu = partial(_softmax_of_largest, count=router.top_k), ClampedGlu(own.limit, own.alpha)
+    feeding = Experts(mlp, router, own, router.top_k, route, glu, is_transposed=True)
+    return _layer(layer, attended, feeding, _wide)
+
+
 FAMILIES = (
     Family("qwen3_moe", "Qwen3Moe", _qwen3_moe),
     Family("olmoe", "Olmoe", _olmoe),
     Family("mixtral", "Mixtral", _mixtral),
+    Family("gpt_oss", "GptOss", _gpt_oss, _wide),
 )

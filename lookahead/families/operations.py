@@ -139,17 +139,31 @@ class Mlp(NamedTuple):
         return self.module, self.activation
 
 
+class ClampedGlu(NamedTuple):
+    """`gate * sigmoid(factor * gate) * (up + 1)`, of clamped numbers.
+
+    Attributes:
+        limit: The largest gate, and the largest absolute value of `up`.
+        factor: Of the gate within the sigmoid.
+    """
+
+    limit: float
+    factor: float
+
+
 class Experts(NamedTuple):
     """The weighted sum of the results of the experts that a router chooses for each token.
 
     Attributes:
         module: The mixture.
         router: It has a `weight`, `[experts, inputs]`, and maybe a `bias`.
-        experts: The module of `gate_up_proj`, `[experts, 2 * inner, inputs]`, and `down_proj`.
+        experts: The module of `gate_up_proj`, `[experts, 2 * inner, inputs]`, and `down_proj`, and maybe of biases.
         chosen: Experts per token.
         route: The factors and the indices of the chosen experts, `[tokens, chosen]`, for logits `[tokens, experts]`.
-        activation: The module of the activation.
+        activation: The module of the activation, or a clamped GLU.
         is_wide: Whether weighted results are added in float32 without being rounded.
+        is_transposed: Whether weights are stored as `[experts, inputs, outputs]`, and outputs for gates and their
+            factors alternate.
         names: The names of the weights.
     """
 
@@ -160,6 +174,7 @@ class Experts(NamedTuple):
     route: Callable[[Tensor], tuple[Tensor, Tensor]]
     activation: Any
     is_wide: bool = False
+    is_transposed: bool = False
     norms: tuple[Norm, ...] = ()
     names: tuple[str, str] = ("gate_up_proj", "down_proj")
 
@@ -170,14 +185,29 @@ class Experts(NamedTuple):
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
-        """The weights of the experts."""
+        """The weights of the experts, `[experts, outputs, inputs]`, transposed if they are stored so."""
         first, second = (self.experts._parameters[name] for name in self.names)
+        return (first.mT, second.mT) if self.is_transposed else (first, second)
+
+    @property
+    def biases(self) -> tuple[Tensor | None, Tensor | None]:
+        """The biases of the experts, `[experts, outputs]`."""
+        first, second = (self.experts._parameters.get(f"{name}_bias") for name in self.names)
         return first, second
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it reads: the weight of the router, those of the experts, and the biases."""
+        router = self.router._parameters
+        stored = (self.experts._parameters[name] for name in self.names)
+        tensors = router["weight"], *stored, router.get("bias"), *self.biases
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """The modules whose code it replaces, without linear layers and norms."""
-        return self.module, self.router, self.experts, self.activation
+        activation = () if isinstance(self.activation, ClampedGlu) else (self.activation,)
+        return self.module, self.router, self.experts, *activation
 
 
 class Residual(NamedTuple):

@@ -27,11 +27,11 @@ from lookahead.backend.cpu.layer_jobs import (
     has_own_panels,
 )
 from lookahead.backend.cpu.linears import packed_weights
-from lookahead.backend.cpu.routing import Routing, multiplies, serves
+from lookahead.backend.cpu.routing import UNPACKED_PASSES, Routing, called, multiplies, serves
 from lookahead.backend.protocol import BitPolicy
 from lookahead.errors import with_place
 from lookahead.families import FAMILIES, family_of
-from lookahead.families.operations import Experts, Family, Norm, SelfAttention, UndeclaredError
+from lookahead.families.operations import ClampedGlu, Experts, Family, Norm, SelfAttention, UndeclaredError
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
 from lookahead.kernels.packed_product import prepared_rows
@@ -166,7 +166,7 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
         raise UndeclaredError(f"{faults[0]} is not declared")
     own = {id(tensor) for tensor in layer.attention.options.values() if isinstance(tensor, Tensor)}
     if mixture := layer.experts:
-        own |= {id(tensor) for tensor in (*mixture.weights, *mixture.router._parameters.values())}
+        own |= set(map(id, mixture.tensors))
     for part in layer.parts:
         of_file = type(part).__module__ == family.file or type(part) in ACTIVATIONS
         is_norm = any(part is norm.module for norm in layer.norms)
@@ -279,8 +279,10 @@ def _fused(
         attend,
         partial(_routing, rows * tokens, hidden),
     )
-    if serves(hidden.dtype, running_pass()):
-        jobs.mixture = layer.mixture()
+    if layer.experts and serves(hidden.dtype, mode := running_pass()):
+        passes = layer.known["passes"] = layer.known.get("passes", 0) + 1
+        packs = mode is not None and mode.packs_experts and passes > UNPACKED_PASSES
+        jobs.mixture = layer.mixture(packs=packs)
     total, _ = jobs.normed(None, jobs.layer(layer.residuals, HiddenSum(hidden)), "")
     jobs.run()
     return total
@@ -317,7 +319,8 @@ def _is_right(layer: DeclaredLayer, code: int) -> bool:
 def _kind_of(part: Experts | None) -> Iterator[Any]:
     """What decides in which order a mixture adds, and of how many numbers."""
     if part is not None:
-        yield from (part.chosen, part.is_wide, *(weight.shape for weight in part.weights))
+        yield from (part.chosen, part.is_wide, *(tensor.shape for tensor in part.tensors))
+        yield part.activation if isinstance(part.activation, ClampedGlu) else None
         # It may be set between two calls: one adds by the numbers of the experts, others as they were chosen.
         yield getattr(getattr(part.experts, "config", None), "_experts_implementation", None)
 
@@ -357,7 +360,7 @@ def _computes_the_same(layer: DeclaredLayer) -> bool:
         _log.warning("layers of %s are not fused: %s", type(layer.module).__name__, with_place(error))
         return False
     if dtype == torch.bfloat16:
-        kinds = {type(activation) for activation in layer.activations}
+        kinds = {type(activation) for activation in layer.activations if isinstance(activation, nn.Module)}
         return all(torch.equal(*pair) for pair in pairs) and all(map(_keeps_activation, kinds))  # type: ignore[arg-type]
     return all(bool((own - fused).abs().max() <= _TOLERANCE * own.abs().max()) for own, fused in pairs)
 
@@ -367,7 +370,7 @@ def _mixed(layer: DeclaredLayer, source: torch.Generator) -> list[tuple[Tensor, 
     part = layer.experts
     assert part is not None
     x = _random(source, 1, _ROWS, part.weights[0].shape[-1]).to(part.weights[0].dtype)
-    own = torch.cat([part.module(row) for row in x.split(1, 1)], 1)
+    own = torch.cat([called(part, row) for row in x.split(1, 1)], 1)
     attend, routing = _CalledAttention(layer, None, None, {}), partial(_routing, _ROWS, x)
     jobs = LayerJobs(lambda name, size: x.new_empty(1, _ROWS, size), {}, None, {}, attend, routing)
     jobs.mixture = layer.mixture()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import activations
 
-from lookahead.backend.cpu.routing import MixtureWeights, Routing, weights_of
-from lookahead.families.operations import Experts, Family, Mlp, Norm, Product, Residual, SelfAttention
+from lookahead.backend.cpu.routing import MixtureWeights, Routing, called, weights_of
+from lookahead.families.operations import ClampedGlu, Experts, Family, Mlp, Norm, Product, Residual, SelfAttention
 from lookahead.kernels import experts, layer_ops
 from lookahead.kernels.jobs import Job, run
 from lookahead.kernels.packed_product import COLUMNS, PackedWeight, product
@@ -24,11 +24,13 @@ Positions = tuple[Tensor, Tensor]
 _FORMULAS: dict[Any, int] = {
     activations.SiLUActivation: layer_ops.SILU,
     nn.SiLU: layer_ops.SILU,
+    ClampedGlu: layer_ops.SILU,
     activations.GELUTanh: layer_ops.GELU_TANH,
     activations.NewGELUActivation: layer_ops.GELU_TANH,
 }
 ACTIVATIONS = frozenset(_FORMULAS)
 """The classes of activations that have a formula in float32."""
+_INTERLEAVED = slice(None, None, 2), slice(1, None, 2)
 
 
 class DeclaredLayer:
@@ -184,8 +186,7 @@ class LayerJobs:
     def _routed(self, part: Experts, x: Tensor) -> Tensor:
         if self.mixture is None or self._routing is None:
             self.run()
-            called: Tensor = part.module(x)
-            return called
+            return called(part, x)
         (router, gate_up, down), routing, size = self.mixture, self._routing(part), x.shape[-1]
         tokens, biases = x.numel() // size, [part.router._parameters.get("bias")]
         flat = x.reshape(tokens, size)
@@ -200,13 +201,16 @@ class LayerJobs:
             self.take(name, part.chosen * width).view(rows, width)
             for name, width in (("routed", size), ("both", 2 * inner), ("gate", inner), ("results", size))
         )
+        halves = _INTERLEAVED if part.is_transposed else (slice(inner), slice(inner, None))
+        first, second = (both[:, some] for some in halves)
         kind, table = activation_of(part.activation, x.dtype)
-        out = self.take("change", size)
+        bounds = part.activation._asdict() if isinstance(part.activation, ClampedGlu) else {}
+        out, (of_both, of_results) = self.take("change", size), part.biases
         self.jobs += [
             experts.gather(flat, routed, routing.sources[:rows]),
-            experts.products(routed, gate_up, None, both, *chosen),
-            layer_ops.gating(both[:, :inner], both[:, inner:], kind, table, gate),
-            experts.products(gate, down, None, results, *chosen),
+            experts.products(routed, gate_up, of_both, both, *chosen),
+            layer_ops.gating(first, second, kind, table, gate, **bounds),
+            experts.products(gate, down, of_results, results, *chosen),
             experts.combine(
                 results, routing.factors[:tokens], routing.places[:tokens], out.view(tokens, size),
                 is_wide=part.is_wide,
@@ -273,14 +277,19 @@ def has_own_panels(part: Product) -> bool:
 
 def activation_of(module: Any, dtype: torch.dtype) -> tuple[int, Tensor | None]:
     """The formula of an activation, or the table of its results."""
-    return _activation(type(module), dtype, arithmetic_flags())  # type: ignore[arg-type]
+    kind = module if isinstance(module, ClampedGlu) else type(module)
+    return _activation(kind, dtype, arithmetic_flags())  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=16)
 def _activation(kind: Any, dtype: torch.dtype, flags: tuple[Any, ...]) -> tuple[int, Tensor | None]:
-    formula = _FORMULAS[kind]
-    if dtype != torch.bfloat16 or formula == layer_ops.SILU:
+    is_glu = isinstance(kind, ClampedGlu)
+    formula = _FORMULAS[ClampedGlu if is_glu else kind]
+    if dtype != torch.bfloat16 or (formula == layer_ops.SILU and not is_glu):
         return formula, None
     numbers = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
     with torch.inference_mode():
-        return layer_ops.TABLE, kind()(numbers)
+        if not is_glu:
+            return layer_ops.TABLE, kind()(numbers)
+        gates = numbers.clamp(max=kind.limit)
+        return layer_ops.TABLE, gates * torch.sigmoid(gates * kind.factor)

@@ -321,6 +321,8 @@ class _Watched(NamedTuple):
         mixtures = [layer.experts for layer in parts.layers if layer.experts]
         tensors = [(norm.module._parameters, "weight") for norm in norms]
         tensors += [(linear._parameters, "bias") for linear in linears]
+        held = [part._parameters for mixture in mixtures for part in (mixture.router, mixture.experts)]
+        tensors += [(parameters, name) for parameters in held for name in parameters if name.endswith("bias")]
         contents = [(mixture.router._parameters, "weight") for mixture in mixtures]
         contents += [(mixture.experts._parameters, name) for mixture in mixtures for name in mixture.names]
         numbers = [(norm.module, norm.epsilon) for norm in norms]

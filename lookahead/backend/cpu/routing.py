@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lookahead.backend.cpu.cpu_pass import CpuPass
+from lookahead.backend.cpu.cpu_pass import CpuPass, thread
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.product_bits import best_layout
 from lookahead.backend.cpu.product_choice import LAYOUTS
@@ -19,6 +19,8 @@ from lookahead.families.operations import Experts
 from lookahead.kernels import experts, packed_product
 from lookahead.kernels.experts import ExpertWeight
 from lookahead.kernels.packed_product import PackedWeight
+
+UNPACKED_PASSES = 24  # over mixtures as they are, which save as much time as packing takes
 
 
 class MixtureWeights(NamedTuple):
@@ -34,15 +36,16 @@ def multiplies(part: Experts) -> bool:
     gate_up, down = part.weights
     router = part.router._parameters["weight"]
     is_supported = all(map(experts.multiplies, (gate_up, down))) and packed_product.is_supported(router)
+    has_biases = all(bias is None or bias.is_contiguous() for bias in part.biases)
     blocks = (_block_of(weight) for weight in (gate_up[0], down[0]))
-    return is_supported and len({router.dtype, gate_up.dtype, down.dtype}) == 1 and all(blocks)
+    return is_supported and has_biases and len({tensor.dtype for tensor in part.tensors}) == 1 and all(blocks)
 
 
-def _block_of(weight: Tensor) -> int:
+def _block_of(weight: Tensor, bias: Tensor | None = None) -> int:
     """Inputs of a block of sums, with which the kernel has torch's bits for single rows; 0 if there is none."""
     if weight.dtype == torch.float32:
         return LAYOUTS["packed"].block
-    layout, most = best_layout(weight, None, BitPolicy.SOLO, ("packed",))
+    layout, most = best_layout(weight, bias, BitPolicy.SOLO, ("packed",))
     return layout.block if most == MAX_ROWS else 0
 
 
@@ -62,22 +65,29 @@ def weights_of(part: Experts, known: dict[Any, Any], *, packs: bool = False) -> 
         packs: Whether to make packed copies, if there are none.
     """
     gate_up, down = part.weights
-    router = part.router._parameters["weight"]
-    tensors = router, gate_up, down
+    router, *_ = tensors = part.tensors
     versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
     kept: Any = known.get("mixture")
     is_old = kept is None or kept[1] != versions or any(map(is_not, kept[0][1], tensors))
     if is_old or (packs and not kept[2]):
+        thread.is_cold = packs or getattr(thread, "is_cold", False)
         with torch.inference_mode():
             own = (
                 experts.weight_of(weight, _block_of(weight[0]), packs=packs and not weight.is_inference())
                 for weight in (gate_up, down)
             )
-            block = _block_of(router)
+            block = _block_of(router, part.router._parameters.get("bias"))
             made = MixtureWeights(packed_product.pack(router, block) if block else None, *own)
         kept = known["mixture"] = (made, tensors), versions, packs
     weights: MixtureWeights = kept[0][0]
     return weights
+
+
+def called(part: Experts, x: Tensor) -> Tensor:
+    """The result of the module of a mixture, which may return what its router computed too."""
+    out: Any = part.module(x)
+    result: Tensor = out[0] if isinstance(out, tuple) else out
+    return result
 
 
 class Routing:

@@ -24,7 +24,7 @@ from lookahead.backend.cpu.fused_layers import FusedLayers, is_bare, name_of
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
 from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassParts, PassTable
-from lookahead.backend.cpu.routing import serves
+from lookahead.backend.cpu.routing import UNPACKED_PASSES, serves
 from lookahead.backend.pass_attention import span_of
 from lookahead.backend.tree_pass import TreePass
 from lookahead.kernels import row_attention
@@ -44,7 +44,6 @@ from lookahead.model.known_code import (
 
 _TRIALS = 3  # per number of threads
 _FEWER, _HOPELESS = 0.9, 1.3  # time relative to the least: below, fewer threads are used; above, the search stops
-_UNPACKED_PASSES = 24  # over mixtures as they are, which save as much time as packing takes
 _FEWEST_SLOTS = 16  # of a cache, to see how numbers change with the slot
 
 
@@ -118,7 +117,7 @@ class WholePass:
         of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
         parts = self._parts if of_head else self._parts._replace(head=None)
         self._passes += self._has_mixtures
-        packs_experts = mode.packs_experts and self._passes > _UNPACKED_PASSES
+        packs_experts = mode.packs_experts and self._passes > UNPACKED_PASSES
         kind = len(of_head), places, rows, torch.get_num_threads(), packs_experts
         table = cache.tables.get(kind)
         if table is None or not table.serves(weights, of_head):
