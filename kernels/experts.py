@@ -130,16 +130,17 @@ def _take_terms_of(values: Any, at: Any, step: Any, scratch: Any, line: Any, cou
     if values.dtype == types.float32:
 
         def take(values: Any, at: Any, step: Any, scratch: Any, line: Any, count: Any) -> None:
+            terms, own = scratch[line * COLUMNS : line * COLUMNS + count], values[at : at + count]
             for i in range(count):
-                scratch[line * COLUMNS + i] = values[at + i]
+                terms[i] = own[i]
 
         return take
 
     def take_pairs(values: Any, at: Any, step: Any, scratch: Any, line: Any, count: Any) -> None:
-        pairs = scratch.view(np.uint32)
+        pairs = scratch[line * COLUMNS : line * COLUMNS + count].view(np.uint32)
+        first, second = values[at : at + count], values[at + step : at + step + count]
         for i in range(count):
-            pair = np.uint32(values[at + i]) | np.uint32(np.uint32(values[at + step + i]) << np.uint32(16))
-            pairs[line * COLUMNS + i] = pair
+            pairs[i] = np.uint32(first[i]) | np.uint32(np.uint32(second[i]) << np.uint32(16))
 
     return take_pairs
 
@@ -151,8 +152,10 @@ def _multiply(address, left, number, size):
     _, parts, x_at, weight_at, bias_at, out_at, chosen_at, outputs, terms, lines, per_expert, layout = numbers
     chosen = array_at(chosen_at, (parts // per_expert, 3), np.int64)
     panels = (outputs + COLUMNS - 1) // COLUMNS
-    is_packed, of_term = layout == PACKED, 4 // size
-    scratch = np.empty(1 if is_packed else lines * COLUMNS, np.float32)
+    is_packed, of_term, together = layout == PACKED, 4 // size, _TOGETHER * COLUMNS
+    # Outputs side by side are read for all panels of a part at once: a panel alone would miss the cache at every input.
+    kept = together * terms if layout == AS_COLUMNS else lines * COLUMNS
+    scratch = np.empty(1 if is_packed else kept, np.float32)
     part = claim_part(address)
     while part < parts:
         expert, first_row, rows = chosen[part // per_expert]
@@ -167,14 +170,18 @@ def _multiply(address, left, number, size):
         out = array_at(out_at + first_row * outputs * size, (rows, outputs), number)
         bias = array_at(bias_at + expert * outputs * size, (outputs,), number)
         sums = np.empty(rows * COLUMNS, np.float32)
-        first = part % per_expert * _TOGETHER * COLUMNS
-        for column in range(first, min(outputs, first + _TOGETHER * COLUMNS), COLUMNS):
+        first = part % per_expert * together
+        for term in range(terms if layout == AS_COLUMNS else 0):
+            for column in range(first, min(outputs, first + together), COLUMNS):
+                line, count = (column - first) // COLUMNS * terms + term, min(COLUMNS, outputs - column)
+                _take_terms(columns, term * of_term * outputs + column, outputs, scratch, line, count)
+        for column in range(first, min(outputs, first + together), COLUMNS):
             count = min(COLUMNS, outputs - column)
             sums[:] = -0.0  # neutral: adding any number, even -0, gives that number
             for line in range(0, terms, lines):
-                some, begin = min(lines, terms - line), (column * terms + line * COLUMNS) if is_packed else 0
-                for term in range(some if layout == AS_COLUMNS else 0):
-                    _take_terms(columns, (line + term) * of_term * outputs + column, outputs, scratch, term, count)
+                some, begin = min(lines, terms - line), 0
+                if layout != AS_ROWS:
+                    begin = (column if is_packed else column - first) * terms + line * COLUMNS
                 for lane in range(0, count if layout == AS_ROWS else 0, LANES):
                     for term in range(0, some, LANES):
                         place = (column + lane) * terms + line + term

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 import lookahead
+from lookahead.backend import support
 from lookahead.backend.cpu import fused_layers, pass_table, routing
 from lookahead.kernels import experts, packed_product
 from lookahead.model.model_state import plan_of
@@ -170,6 +171,12 @@ def test_experts_whose_results_are_added_in_another_order_keep_the_bits_of_gener
         model.set_experts_implementation(implementation)
         own, ours = both(model, prompt(), do_sample=False)
         assert all(map(torch.equal, own.logits, ours.logits)), implementation
+
+
+def test_trees_are_verified_where_rounding_changes_the_experts_of_every_probe(monkeypatch):
+    monkeypatch.setattr(support, "_mismatch_of", lambda *arguments, **options: "other experts")
+    assert support.support_of(made("GptOss"), shortest=8, max_length=64).shape == "trees"
+    assert support.support_of(made("GptOss", SINGLE), shortest=8, max_length=64).shape == "none"
 
 
 def test_changed_weights_of_experts_are_heeded_by_the_next_pass():
