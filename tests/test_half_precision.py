@@ -31,6 +31,7 @@ from lookahead.backend.cpu import product_bits
 from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
+from lookahead.model.cache import TreeCache
 from tests.support.adversarial_proposers import always_wrong, drafting_by, perfect, random_trees
 from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, build, for_cpus
@@ -196,6 +197,27 @@ def test_a_model_whose_rows_depend_on_each_other_is_found_out() -> None:
     layer.register_forward_hook(lambda module, inputs, output: output * (1 + 0.01 * (output.shape[1] > 1)))
     assert not keeps_solo_bits(model)
     assert support_of(model, shortest=4, max_length=30).shape == "none"
+
+
+def test_paths_whose_keys_are_lost_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("llama", torch.bfloat16)
+    expected = [model.generate(ids, max_new_tokens=16, do_sample=False) for ids in (prompts(1), prompts(1, rows=2))]
+
+    def commit(cache: TreeCache, row: int, path: Any, live: int = 0) -> None:
+        cache.slots.lengths[row] += len(path) - live
+
+    monkeypatch.setattr(TreeCache, "commit", commit)
+    lengths = {"shortest": 4, "max_length": 30}
+    assert not keeps_solo_bits(model)
+    assert support_of(model, **lengths, is_alone=True).shape != "trees"
+    assert support_of(model, **lengths).shape != "trees"
+    for each in expected:
+        ids = each[:, :13]
+        with drafting_by(random_trees(101)):
+            got = model.generate(
+                ids, max_new_tokens=16, do_sample=False, custom_generate=lookahead.decode, lookahead_config=DRAFTED
+            )
+        assert torch.equal(got, each)
 
 
 def test_a_model_with_products_that_are_no_linear_layers_is_said_to_round() -> None:

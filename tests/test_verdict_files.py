@@ -52,6 +52,11 @@ def is_probed(model: Any, verdict: Any = True, parse: Any = truth, name: str = "
     return bool(calls)
 
 
+def test_a_file_is_named_without_asking_all_distributions_for_their_packages(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: pytest.fail("it takes a second"))
+    assert verdict_file(llama()) is not None
+
+
 @pytest.mark.parametrize("verdict", [True, False])
 def test_a_later_process_finds_a_verdict(verdict):
     assert is_probed(llama(), verdict)
@@ -228,10 +233,11 @@ def test_a_folder_that_cannot_be_written_costs_a_probe_in_every_process(kept):
 
 def test_tokens_are_those_of_transformers_by_verdicts_that_were_found(kept):
     ids = torch.arange(1, 9)[None]
-    for dtype in (torch.float32, torch.bfloat16):
+    alone = f"support for a row alone, {torch.get_num_threads()} threads"
+    for dtype, name in {torch.float32: "support", torch.bfloat16: alone}.items():
         for _ in range(2):
             model: Any = llama().to(dtype)
             given = {"input_ids": ids, "max_new_tokens": 24, "do_sample": False}
             expected = model.generate(**given)
             assert torch.equal(model.generate(**given, custom_generate=lookahead.decode), expected)
-        assert not is_probed(llama().to(dtype), Support("trees"), Support.of, "support")
+        assert not is_probed(llama().to(dtype), Support("trees"), Support.of, name)

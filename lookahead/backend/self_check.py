@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.backend.choice import backend_for
@@ -19,7 +20,7 @@ from lookahead.backend.cpu.product_bits import has_other_products
 from lookahead.backend.layer_probes import layers_with_solo_bits
 from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_pass, step_logits
 from lookahead.backend.protocol import BitPolicy, Shape
-from lookahead.drafting.tree import TokenTree
+from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
 from lookahead.model.facts import (
     attention_name,
@@ -132,23 +133,31 @@ def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
 
 
 def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
-    """Compare one tree after a prompt of tokens that are `step` apart: every node of a chain, and a branch of it."""
+    """Compare passes after a prompt of tokens that are `step` apart.
+
+    They are one over a tree, of which a chain and a branch of it are compared, and one over a token behind the branch.
+    """
     vocabulary = decoder_vocabulary(model)
     prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
     chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
     tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
+    branch, fork = MAX_ROWS - 1, int(tree.parents[-1])
     make_inputs, past, inputs = kind_of(model).probe(model, prompt.tolist(), 1)
     backend = CpuBackend(model, rows=1, capacity=64, make_inputs=make_inputs)
     with backend.serving():
         backend.read([prompt])
         backend.commit(0, _ROOT)
         scores = backend.score([tree], BitPolicy.SOLO)[0]
+        backend.commit(0, np.array([*range(fork + 1), branch], np.int32))
+        behind = backend.score([TokenTree.root(int(prompt[0]))], BitPolicy.SOLO)[0, 0]
     own_pass(model, prompt, past, 0, inputs)
-    caches = past, deepcopy(past)
-    branch = MAX_ROWS - 1
-    for path, cache in zip((range(_LONGEST + 1), [*range(tree.depths[branch]), branch]), caches, strict=True):
-        for depth, node in enumerate(path):
-            own = own_pass(model, tree.tokens[node : node + 1], cache, len(prompt) + depth, inputs)
-            if not torch.equal(own, scores[node]):
-                return False
-    return True
+    steps = [(tree.tokens[node : node + 1], node, scores[node]) for node in range(_LONGEST + 1)]
+    others = [(tree.tokens[branch:], fork + 1, scores[branch]), (prompt[:1], fork + 2, behind)]
+
+    def has_bits(past: Any, token: IntArray, depth: int, logits: Tensor) -> bool:
+        return torch.equal(own_pass(model, token, past, len(prompt) + depth, inputs), logits)
+
+    if not all(has_bits(past, *each) for each in steps[: fork + 1]):
+        return False
+    forked = deepcopy(past)
+    return all(has_bits(past, *each) for each in steps[fork + 1 :]) and all(has_bits(forked, *each) for each in others)

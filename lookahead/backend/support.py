@@ -21,7 +21,7 @@ from lookahead.backend.probes import (
     scores_like_the_model,
 )
 from lookahead.backend.protocol import Shape
-from lookahead.backend.self_check import keeps_solo_bits
+from lookahead.backend.self_check import keeps_solo_bits, may_keep_bits
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import is_out_of_memory, named, with_place
 from lookahead.model.calls import changed_loop
@@ -71,11 +71,20 @@ class ProbeError(Exception):
     """A probe failed for a temporary reason, such as a lack of memory; the message says which."""
 
 
-def support_of(model: PreTrainedModel, *, shortest: int, max_length: int, trusted: bool = False) -> Support:
+def support_of(
+    model: PreTrainedModel, *, shortest: int, max_length: int, trusted: bool = False, is_alone: bool = False
+) -> Support:
     """The support for a model, or its decoder, with rows of `shortest` prompt tokens up to `max_length` tokens.
 
     The first call for a model probes it with a few tokens. If a probe runs out of memory or the model cannot run at
-    all, the answer is "none", and the next call probes again. A user's own code is not probed, unless it is `trusted`.
+    all, the answer is "none", and the next call probes again. A user's own code is not probed, unless it is trusted.
+
+    Args:
+        model: The model.
+        shortest: Tokens of the shortest prompt.
+        max_length: Tokens of the longest row at its end.
+        trusted: Whether the user states that his code treats every token by itself and keeps no state.
+        is_alone: Whether passes are over one row without padding, and keep the bits of single tokens if they can.
     """
     plan = recognise(model, trusted=trusted)
     if plan.user_code and not trusted:
@@ -87,8 +96,13 @@ def support_of(model: PreTrainedModel, *, shortest: int, max_length: int, truste
             return Support("none", f"{what} drops tokens beyond {window}")
     # The form of an audio or image encoder's outputs is guessed before the first call.
     name = "support" if state_of(model).encoding is None else "support by what its encoder gave"
+    # The passes of these models are compared with single tokens in any case, and bits show more than roundings.
+    is_alone = is_alone and may_keep_bits(model)
+    is_alone = is_alone and not (plan.user_code or plan.picks_keys or kind_of(model).has_encoder)
+    if is_alone:
+        name = f"{name} for a row alone, {torch.get_num_threads()} threads"
     try:
-        probe = partial(state_of(model).probed, name, model, partial(_probe, model), Support.of)
+        probe = partial(state_of(model).probed, name, model, partial(_probe, model, is_alone), Support.of)
         verdict = plan.part(name, plan.form, probe)
     except ProbeError as error:
         return Support("none", str(error))
@@ -161,7 +175,7 @@ def unsupported_reason(model: PreTrainedModel) -> str:
     return ""
 
 
-def _probe(model: PreTrainedModel) -> Support:
+def _probe(model: PreTrainedModel, is_alone: bool) -> Support:
     """Try trees, then chains."""
     decoder, config = decoder_of(model), model.config.get_text_config(decoder=True)
     if any(module.training for module in decoder.modules()) and (reason := _training_reason(model)):
@@ -179,7 +193,7 @@ def _probe(model: PreTrainedModel) -> Support:
     probed = picking_few(model) if picks_keys(model) else model
     if probed is None:
         return Support("none", "its attention sees keys that an indexer picks, which could not be tried with few")
-    return replace(_probed_shape(probed, config), ropes=_growing_ropes(model, config))
+    return replace(_probed_shape(probed, config, is_alone), ropes=_growing_ropes(model, config))
 
 
 @torch.inference_mode()
@@ -222,8 +236,8 @@ def _growing_ropes(model: PreTrainedModel, config: Any) -> tuple[tuple[str, int]
     return tuple(dict.fromkeys(growing))
 
 
-def _probed_shape(model: PreTrainedModel, config: Any) -> Support:
-    users = list[Any]()
+def _probed_shape(model: PreTrainedModel, config: Any, is_alone: bool) -> Support:
+    users, reason = list[Any](), ""
     # A probe is too short to show the effect of a window or a slope over cache slots.
     if "local" in getattr(config, "attention_layers", ()):
         reason = "its attention windows count slots of the cache"
@@ -234,7 +248,7 @@ def _probed_shape(model: PreTrainedModel, config: Any) -> Support:
         users = [each for each in attention_code(model, list(model.modules())) if not is_known(each)]
         if users:
             reason = f"its attention calls {name_of(users[0])}, which is not of transformers"
-        else:
+        elif not (is_alone and keeps_solo_bits(model)):
             reason = _mismatch_of(model, "trees")
             # Rounding may change the routing to experts in all probes; equal bits prove more.
             reason = "" if reason and keeps_solo_bits(model) else reason

@@ -275,6 +275,7 @@ def _found(plan: RequestPlan) -> support.Support:
     call, model, past, kind = plan.call, plan.call.model, cache_in(plan.call.model_kwargs), kind_of(plan.call.model)
     given: Any = {"shortest": int(plan.lengths.min()), "max_length": plan.stopping.max_length}
     kind.note(call)
+    given["is_alone"] = call.input_ids.shape == (1, given["shortest"]) and not plan.common.is_rounded
     found = support.support_of(model, **given, trusted=plan.common.config.trust_user_code)
     changed, why = changed_cache(past), ""
     if call.generation_config.use_cache is not False and plan_of(model).trains and checkpointed(model):

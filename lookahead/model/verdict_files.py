@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -60,4 +61,6 @@ def _places_of(modules: Sequence[nn.Module]) -> list[tuple[str, str, str]]:
 
 def _releases_of(package: str) -> list[str]:
     """The releases of the distributions that a package may be of."""
+    with suppress(metadata.PackageNotFoundError):
+        return [metadata.version(package)]  # asking all distributions for their packages takes a second
     return [metadata.version(each) for each in metadata.packages_distributions().get(package, ())]
