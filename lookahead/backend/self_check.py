@@ -95,6 +95,11 @@ def keeps_solo_bits(model: PreTrainedModel) -> bool:
     return plan.part((name, torch.is_autocast_enabled("cpu")), plan.form, find)  # a user may have entered it since
 
 
+def serves_experts(model: PreTrainedModel) -> bool:
+    """Whether kernels multiply by the weights of experts in some layer."""
+    return any(layer.experts for layer in find_fused(model).layers)
+
+
 def may_keep_bits(model: PreTrainedModel) -> bool:
     """Whether comparing bits of a model's passes is worthwhile: half precision on a CPU, without autocast."""
     config: Any = model.config.get_text_config()

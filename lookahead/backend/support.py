@@ -21,7 +21,7 @@ from lookahead.backend.probes import (
     scores_like_the_model,
 )
 from lookahead.backend.protocol import Shape
-from lookahead.backend.self_check import keeps_solo_bits, may_keep_bits
+from lookahead.backend.self_check import keeps_solo_bits, may_keep_bits, serves_experts
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import is_out_of_memory, named, with_place
 from lookahead.model.calls import changed_loop
@@ -251,7 +251,7 @@ def _probed_shape(model: PreTrainedModel, config: Any, is_alone: bool) -> Suppor
         elif not (is_alone and keeps_solo_bits(model)):
             reason = _mismatch_of(model, "trees")
             # Rounding may change the routing to experts in all probes; equal bits prove more.
-            reason = "" if reason and keeps_solo_bits(model) else reason
+            reason = "" if reason and serves_experts(model) and keeps_solo_bits(model) else reason
     if not reason:
         return Support("trees")
     if kind_of(model).has_encoder:
