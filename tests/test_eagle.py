@@ -224,7 +224,7 @@ def test_a_published_head_of_eagle_1_or_2_is_refused_by_name(head, tiny_llama, t
     tensors = load_file(tmp_path / "model.safetensors")
     older = {name.replace("midlayer", "layers.0"): tensor for name, tensor in tensors.items() if name != "d2t"}
     save_file(older, tmp_path / "model.safetensors")
-    with pytest.raises(HeadsError, match="heads of EAGLE-1 and EAGLE-2 were removed: Medusa and EAGLE-3 are served"):
+    with pytest.raises(HeadsError, match="heads of EAGLE-1 and EAGLE-2 were removed: 'lookahead train' trains Medusa"):
         open_heads(tmp_path, tiny_llama)
 
 

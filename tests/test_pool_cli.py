@@ -77,7 +77,8 @@ def test_every_help_shows_an_example(kind, command):
 def test_the_command_that_info_replaces_is_refused_by_name(kind):
     result = CliRunner().invoke(app, [kind, "verify", "pool.lkp"])
     assert only_error(result) == (
-        f"error: {kind} verify was removed: 'info' checks every byte, and with --model that the file fits"
+        f"error: {kind} verify was removed: 'pool info' and 'memory info' check every byte, and with --model whether "
+        "the file fits"
     )
 
 

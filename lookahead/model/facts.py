@@ -32,6 +32,12 @@ def attention_name(config: Any) -> str | None:
     return name
 
 
+def experts_name(config: Any) -> str | None:
+    """The name of the function that multiplies by the weights of experts, such as "grouped_mm"."""
+    name: str | None = getattr(config, "_experts_implementation", None)
+    return name
+
+
 def sdpa() -> Attention:
     """Transformers' own function for SDPA."""
     return sdpa_attention_forward

@@ -38,7 +38,7 @@ from lookahead.kernels.packed_product import prepared_rows
 from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.attention import registered_attention
 from lookahead.model.call_caches import CACHE
-from lookahead.model.facts import attention_name, is_offloaded
+from lookahead.model.facts import attention_name, experts_name, is_offloaded
 from lookahead.model.known_code import (
     arithmetic_flags,
     code_of,
@@ -322,7 +322,7 @@ def _kind_of(part: Experts | None) -> Iterator[Any]:
         yield from (part.chosen, part.is_wide, *(tensor.shape for tensor in part.tensors))
         yield part.activation if isinstance(part.activation, ClampedGlu) else None
         # It may be set between two calls: one adds by the numbers of the experts, others as they were chosen.
-        yield getattr(getattr(part.experts, "config", None), "_experts_implementation", None)
+        yield experts_name(getattr(part.experts, "config", None))
 
 
 def _random(source: torch.Generator, *shape: int) -> Tensor:

@@ -124,11 +124,14 @@ class PassTable(KeepsAddresses):
         self._base = one - self._by_token - written.data_ptr() * self._by_address
         self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of(3, 5, written[1:])).all())
 
-    def serves(self, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
+    def serves(self, parts: PassParts, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
         """Whether the table is for these weights and module settings, and nothing has moved since."""
         return (
             (weights is self._weights or _are_same(weights, self._weights))
             and (of_head is self._of_head or _are_same(of_head, self._of_head))
+            and parts.layers is self._parts.layers
+            and parts.norm is self._parts.norm
+            and parts.head is self._parts.head
             and self._threads == torch.get_num_threads()
             and self._allocated == (self._slots.capacity, self._slots.allocations)
             and self._settings == _settings_of(self._watched)

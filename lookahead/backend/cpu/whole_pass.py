@@ -120,7 +120,7 @@ class WholePass:
         packs_experts = mode.packs_experts and self._passes > UNPACKED_PASSES
         kind = len(of_head), places, rows, torch.get_num_threads(), packs_experts
         table = cache.tables.get(kind)
-        if table is None or not table.serves(weights, of_head):
+        if table is None or not table.serves(parts, weights, of_head):
             slots = cache.layers[0]
             if slots.keys.dtype != like.dtype or not row_attention.is_supported(slots.keys, slots.keys, slots.values):
                 return None
