@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 import lookahead
+from lookahead import families
 from lookahead.backend import support
 from lookahead.backend.cpu import fused_layers, pass_table, routing
 from lookahead.kernels import experts, packed_product
@@ -210,7 +211,6 @@ def test_a_class_whose_code_another_package_replaced_is_not_served(monkeypatch):
 
 
 def test_a_declaration_that_is_wrong_is_found_by_comparison(monkeypatch):
-    from lookahead import families
     from lookahead.families import gemma
 
     family = next(family for family in gemma.FAMILIES if family.name == "Gemma3")
@@ -219,6 +219,27 @@ def test_a_declaration_that_is_wrong_is_found_by_comparison(monkeypatch):
     model = made("Gemma3", SINGLE)
     found = fused_layers.find_fused(model)
     assert not found.layers and "compute differently from their declaration" in found.reason
+
+
+@pytest.mark.parametrize("change", [{"embedding_factor": ""}, {"logits_divisor": ""}])
+@pytest.mark.parametrize("dtype", [SINGLE, HALF])
+def test_a_wrong_declaration_around_the_layers_is_found_by_whole_passes(change, dtype, calls, monkeypatch):
+    family = next(family for family in families.FAMILIES if family.name == "Granite")
+    monkeypatch.setattr(families, "_BY_LAYER", {(family.file, "GraniteDecoderLayer"): family._replace(**change)})
+    model = made("Granite", dtype)
+    own, ours = both(model, prompt(), do_sample=False)
+    assert torch.equal(own.sequences, ours.sequences)
+    calls.clear()
+    both(model, prompt(seed=5), do_sample=False)
+    assert not calls
+
+
+def test_an_activation_that_rounds_every_step_has_no_kernel():
+    both(made("Gemma3"), prompt(), do_sample=False)  # the same class, by torch at once
+    model = made("Gemma3", hidden_activation="gelu_python_tanh")
+    own, ours = both(model, prompt(), do_sample=False)
+    assert all(map(torch.equal, own.logits, ours.logits))
+    assert "its activation has no kernel" in fused_layers.find_fused(model).reason
 
 
 def test_rows_of_an_expert_do_not_depend_on_those_of_others():

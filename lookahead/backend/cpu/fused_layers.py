@@ -24,10 +24,11 @@ from lookahead.backend.cpu.layer_jobs import (
     LayerJobs,
     Positions,
     activation_of,
+    has_formula,
     has_own_panels,
 )
 from lookahead.backend.cpu.linears import packed_weights
-from lookahead.backend.cpu.routing import UNPACKED_PASSES, Routing, called, multiplies, serves
+from lookahead.backend.cpu.routing import Routing, called, multiplies, serves
 from lookahead.backend.protocol import BitPolicy
 from lookahead.errors import with_place
 from lookahead.families import FAMILIES, family_of
@@ -186,7 +187,7 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
         raise UndeclaredError("parts of a weight begin within a panel of the packed weight")
     if attention_name(layer.attention.module.config) not in ("sdpa", "eager"):
         raise UndeclaredError("its attention is neither sdpa nor eager")
-    if any(type(activation) not in ACTIVATIONS for activation in layer.activations):
+    if not all(map(has_formula, layer.activations)):
         raise UndeclaredError("its activation has no kernel")
     if mixture and not multiplies(mixture):
         raise UndeclaredError("the kernels do not multiply by the weights of its experts")
@@ -280,9 +281,7 @@ def _fused(
         partial(_routing, rows * tokens, hidden),
     )
     if layer.experts and serves(hidden.dtype, mode := running_pass()):
-        passes = layer.known["passes"] = layer.known.get("passes", 0) + 1
-        packs = mode is not None and mode.packs_experts and passes > UNPACKED_PASSES
-        jobs.mixture = layer.mixture(packs=packs)
+        jobs.mixture = layer.mixture(packs=layer.packs_experts(mode))
     total, _ = jobs.normed(None, jobs.layer(layer.residuals, HiddenSum(hidden)), "")
     jobs.run()
     return total

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
+from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import activations
 
-from lookahead.backend.cpu.routing import MixtureWeights, Routing, called, weights_of
+from lookahead.backend.cpu.cpu_pass import CpuPass
+from lookahead.backend.cpu.routing import UNPACKED_PASSES, MixtureWeights, Routing, called, weights_of
 from lookahead.families.operations import ClampedGlu, Experts, Family, Mlp, Norm, Product, Residual, SelfAttention
 from lookahead.kernels import experts, layer_ops
 from lookahead.kernels.jobs import Job, run
@@ -58,6 +60,12 @@ class DeclaredLayer:
         self.linears: list[Any] = list(dict.fromkeys(part.module for mixer in mixers for part in mixer.products))
         self.norms = [norm for part in residuals for norm in part.norms]
         self.known: dict[Any, Any] = {}
+        self._passes = 0  # over its mixture
+
+    def packs_experts(self, mode: CpuPass | None) -> bool:
+        """Whether packed copies of its experts are worth while in a pass, the last of those that it counts."""
+        self._passes += 1
+        return mode is not None and mode.packs_experts and self._passes > UNPACKED_PASSES
 
     def mixture(self, *, packs: bool = False) -> MixtureWeights | None:
         """The weights of its mixture; `packs` makes packed copies."""
@@ -273,6 +281,12 @@ def has_own_panels(part: Product) -> bool:
     """Whether some outputs of a packed weight are in panels of their own."""
     end = part.first + part.outputs
     return part.first % COLUMNS == 0 and (end % COLUMNS == 0 or end == part.module.out_features)
+
+
+def has_formula(activation: Any) -> bool:
+    """Whether an activation is one of `ACTIVATIONS`, computed by torch at once: in Python every step rounds."""
+    is_in_steps = isinstance(getattr(activation, "act", None), MethodType)
+    return type(activation) in ACTIVATIONS and not is_in_steps
 
 
 def activation_of(module: Any, dtype: torch.dtype) -> tuple[int, Tensor | None]:

@@ -24,7 +24,7 @@ from lookahead.backend.cpu.fused_layers import FusedLayers, is_bare, name_of
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
 from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassParts, PassTable
-from lookahead.backend.cpu.routing import UNPACKED_PASSES, serves
+from lookahead.backend.cpu.routing import serves
 from lookahead.backend.pass_attention import span_of
 from lookahead.backend.tree_pass import TreePass
 from lookahead.kernels import row_attention
@@ -81,7 +81,7 @@ class WholePass:
         self._linears, self._family = parts.linears, parts.layers[0].family
         self._threads = threads  # of a pass, by torch's number of threads; kept with the model
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
-        self._has_mixtures, self._passes = any(layer.experts for layer in parts.layers), 0
+        self._with_experts = next((layer for layer in parts.layers if layer.experts), None)
         self._windows = {limits.window for limits in parts.limits}
         self._ropes = list(dict.fromkeys(rope.kind for layer in parts.layers if (rope := layer.attention.rope)))
         self._has_bits = parts.norm.weight.dtype == torch.bfloat16 and all(map(_has_bits, parts.layers))
@@ -112,12 +112,13 @@ class WholePass:
         counts = [len(tree.tokens) - done for tree, done in zip(trees, scored, strict=True)]
         like = self._parts.norm.weight.expand(1, sum(counts), -1)
         weights = packed_weights(self._linears, like, self._known[0])
-        if not weights or like.numel() > mode.most_in_call or not (self._has_mixtures <= serves(like.dtype, mode)):
+        if not weights or like.numel() > mode.most_in_call:
+            return None
+        if self._with_experts is not None and not serves(like.dtype, mode):
             return None
         of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
         parts = self._parts if of_head else self._parts._replace(head=None)
-        self._passes += self._has_mixtures
-        packs_experts = mode.packs_experts and self._passes > UNPACKED_PASSES
+        packs_experts = self._with_experts is not None and self._with_experts.packs_experts(mode)
         kind = len(of_head), places, rows, torch.get_num_threads(), packs_experts
         table = cache.tables.get(kind)
         if table is None or not table.serves(parts, weights, of_head):
@@ -144,7 +145,9 @@ class WholePass:
             if hidden.dtype != like.dtype:
                 return None
             rotary = self._decoder.rotary_emb
-            positions = {kind: rotary(hidden, at, kind) if kind else rotary(hidden, at) for kind in self._ropes}
+            positions = {
+                kind: rotary(hidden, at, kind) if kind else rotary(hidden, position_ids=at) for kind in self._ropes
+            }
             if not table.takes(positions):
                 return None
         run = partial(table.run, hidden, positions, trees, starts, scored)
