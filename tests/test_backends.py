@@ -22,9 +22,9 @@ from lookahead.backend.protocol import Backend, BackendReport, BitPolicy, PathRe
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.decoding.plan import RequestPlan, plan_request
 from lookahead.drafting.tree import TokenTree
-from lookahead.families import FAMILIES as DECLARED
 from lookahead.model import model_state
 from lookahead.model.calls import resolve_call
+from lookahead.model.families import FAMILIES as DECLARED
 from lookahead.model.model_state import state_of
 from lookahead.stats import DecodingStats, total
 from tests.support.engines import engine_of

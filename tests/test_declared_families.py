@@ -11,10 +11,10 @@ import transformers
 from torch import nn
 
 import lookahead
-from lookahead import families
 from lookahead.backend import support
 from lookahead.backend.cpu import fused_layers, pass_table, routing
 from lookahead.kernels import experts, packed_product
+from lookahead.model import families
 from lookahead.model.model_state import plan_of
 from tests.support.small_layers import HALF, SINGLE, attends, on_x86
 
@@ -211,7 +211,7 @@ def test_a_class_whose_code_another_package_replaced_is_not_served(monkeypatch):
 
 
 def test_a_declaration_that_is_wrong_is_found_by_comparison(monkeypatch):
-    from lookahead.families import gemma
+    from lookahead.model.families import gemma
 
     family = next(family for family in gemma.FAMILIES if family.name == "Gemma3")
     wrong = family._replace(layer=lambda layer: tuple(part._replace(factor=0.5) for part in family.layer(layer)))

@@ -27,7 +27,7 @@ OVERRIDDEN = {
     *("_update_model_kwargs_for_generation", "_version"),
 }
 ROOMS_OF_TRANSFORMERS = ("model", "loading")
-ROOMS_OF_TORCH = ("model", "loading", "families", "backend.cpu", "backend.gpu", "kernels")
+ROOMS_OF_TORCH = ("model", "loading", "backend.cpu", "backend.gpu", "kernels")
 # What stands elsewhere: a subclass of Trainer calls what subclasses may.
 ELSEWHERE = {
     # It stands in for a model in transformers' own beam search.

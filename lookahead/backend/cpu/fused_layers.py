@@ -2,7 +2,7 @@
 
 A pass over a few tokens on a CPU calls about fifty operators and modules per layer, of which seven multiply and one
 attends. The others take a third of its time, nearly all of it call overhead (`lookahead.kernels.layer_ops`). What a
-layer computes is declared (`lookahead.families`).
+layer computes is declared (`lookahead.model.families`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from lookahead.backend.cpu.linears import packed_weights
 from lookahead.backend.cpu.routing import Routing, called, multiplies, serves
 from lookahead.backend.protocol import BitPolicy
 from lookahead.errors import with_place
-from lookahead.families import FAMILIES, family_of
-from lookahead.families.operations import ClampedGlu, Experts, Family, Norm, SelfAttention, UndeclaredError
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
 from lookahead.kernels.packed_product import prepared_rows
@@ -40,6 +38,8 @@ from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.attention import registered_attention
 from lookahead.model.call_caches import CACHE
 from lookahead.model.facts import attention_name, experts_name, is_offloaded
+from lookahead.model.families import FAMILIES, family_of
+from lookahead.model.families.operations import ClampedGlu, Experts, Family, Norm, SelfAttention, UndeclaredError
 from lookahead.model.known_code import (
     arithmetic_flags,
     code_of,

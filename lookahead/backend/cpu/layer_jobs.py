@@ -14,10 +14,10 @@ from transformers import activations
 
 from lookahead.backend.cpu.cpu_pass import CpuPass
 from lookahead.backend.cpu.routing import UNPACKED_PASSES, MixtureWeights, Routing, called, weights_of
-from lookahead.families.operations import ClampedGlu, Experts, Family, Mlp, Norm, Product, Residual, SelfAttention
 from lookahead.kernels import experts, layer_ops
 from lookahead.kernels.jobs import Job, run
 from lookahead.kernels.packed_product import COLUMNS, PackedWeight, product
+from lookahead.model.families.operations import ClampedGlu, Experts, Family, Mlp, Norm, Product, Residual, SelfAttention
 from lookahead.model.known_code import arithmetic_flags
 
 Positions = tuple[Tensor, Tensor]

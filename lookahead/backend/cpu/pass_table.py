@@ -17,7 +17,6 @@ from lookahead.backend.cpu.layer_jobs import DeclaredLayer, HiddenSum, LayerJobs
 from lookahead.backend.cpu.routing import Routing
 from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.drafting.tree import TokenTree
-from lookahead.families.operations import Experts, Norm, SelfAttention
 from lookahead.kernels import row_attention
 from lookahead.kernels.jobs import Job, leader, table_of
 from lookahead.kernels.layer_ops import storing
@@ -25,6 +24,7 @@ from lookahead.kernels.packed_product import PackedWeight, prepared_rows, produc
 from lookahead.kernels.row_attention import AttentionLimits
 from lookahead.kernels.team import team_of
 from lookahead.model.cache import TreeCache
+from lookahead.model.families.operations import Experts, Norm, SelfAttention
 from lookahead.model.kv_origins import Origin, sharing_groups
 from lookahead.utils.addresses import KeepsAddresses
 

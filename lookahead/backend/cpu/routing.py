@@ -15,10 +15,10 @@ from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.product_bits import best_layout
 from lookahead.backend.cpu.product_choice import LAYOUTS
 from lookahead.backend.protocol import BitPolicy
-from lookahead.families.operations import Experts
 from lookahead.kernels import experts, packed_product
 from lookahead.kernels.experts import ExpertWeight
 from lookahead.kernels.packed_product import PackedWeight
+from lookahead.model.families.operations import Experts
 
 UNPACKED_PASSES = 24  # over mixtures as they are, which save as much time as packing takes
 

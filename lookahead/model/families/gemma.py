@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.families.operations import PLUS_ONE, Family, Norm, Residual, Rope, SelfAttention, attention, gated
+from lookahead.model.families.operations import PLUS_ONE, Family, Norm, Residual, Rope, SelfAttention, attention, gated
 
 
 def _norm(module: Any) -> Norm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.families.operations import WIDE, Family, Norm, Residual, Rope, attention, gated
+from lookahead.model.families.operations import WIDE, Family, Norm, Residual, Rope, attention, gated
 
 
 def _norm(module: Any) -> Norm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.families.operations import Family, Mlp, Norm, Residual, Rope, SelfAttention, split, whole
+from lookahead.model.families.operations import Family, Mlp, Norm, Residual, Rope, SelfAttention, split, whole
 
 
 def _layer(layer: Any) -> tuple[Residual, ...]:

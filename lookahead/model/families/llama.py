@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.families.operations import Family, Norm, Residual, SelfAttention, attention, gated
+from lookahead.model.families.operations import Family, Norm, Residual, SelfAttention, attention, gated
 
 
 def _layer(layer: Any, attended: SelfAttention, factor: float = 1.0) -> tuple[Residual, ...]:

@@ -1,11 +1,11 @@
-"""Families of models, each declared by the operations of its decoder layer (`lookahead.families.operations`)."""
+"""Families of models, each declared by the operations of its decoder layer (`lookahead.model.families.operations`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lookahead.families import gemma, llama, mixtures, olmo, phi
-from lookahead.families.operations import Family
+from lookahead.model.families import gemma, llama, mixtures, olmo, phi
+from lookahead.model.families.operations import Family
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *gemma.FAMILIES, *olmo.FAMILIES, *phi.FAMILIES, *mixtures.FAMILIES,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lookahead.families.operations import (
+from lookahead.model.families.operations import (
     WIDE,
     ClampedGlu,
     Experts,
