@@ -7,7 +7,12 @@ import platform
 import pytest
 import torch
 from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss_rotation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2_rotation
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as phi3_rotation
 
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
@@ -116,3 +121,47 @@ def test_numbers_at_the_limits_go_through_as_in_torch(value, dtype):
     run(layer_ops.rotation(query, key, other, other))
     for got, expected in [*pairs, (query, own[0][0]), (key, own[1][0])]:
         torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+@on_x86
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize(("kind", "name"), [(layer_ops.WIDE, Olmo2RMSNorm), (layer_ops.PLUS_ONE, Gemma3RMSNorm)])
+def test_other_norms_have_the_bits_of_their_modules(kind, name, dtype):
+    norm = name(576, 1e-5).requires_grad_(False)
+    norm.weight.copy_(random(576, seed=2, spread=0.3))
+    norm, x, delta = norm.to(dtype), random(7, 576).to(dtype), random(7, 576, seed=1).to(dtype)
+    for factor in (1.0, 0.22):
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        run(layer_ops.norm(x, norm.weight, out, 1e-5, kind=kind, delta=delta, factor=factor, total=total))
+        assert torch.equal(total, x + delta * factor) and torch.equal(out, norm(total))
+        run(layer_ops.norm(x, None, None, 0.0, delta=delta, factor=factor, total=out))
+        assert torch.equal(out, total)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_partly_rotated_heads_pairs_with_one_cosine_and_wide_cosines_keep_their_bits(dtype):
+    query, key = (random(1, 5, heads * 64, seed=heads).to(dtype).view(1, 5, heads, 64) for heads in (4, 2))
+    angles = random(1, 5, 48, seed=3, spread=0.1)
+    cases = (
+        (phi3_rotation, angles.cos().to(dtype), angles.sin().to(dtype), 48),
+        (phi3_rotation, angles[..., :32].cos().to(dtype), angles[..., :32].sin().to(dtype), 32),  # half a head
+        (gpt_oss_rotation, angles[..., :32].cos().to(dtype), angles[..., :32].sin().to(dtype), 64),
+        (olmo2_rotation, torch.cat([angles, angles], -1)[..., :64].cos(), angles.repeat(1, 1, 2)[..., :64].sin(), 64),
+    )
+    for rotate, cos, sin, turned in cases:
+        expected = rotate(query, key, cos, sin, unsqueeze_dim=2)
+        got = query.clone(), key.clone()
+        run(layer_ops.rotation(*got, cos.contiguous(), sin.contiguous(), 64, turned))
+        for ours, own in zip(got, expected, strict=True):
+            assert torch.equal(ours, own) if dtype == HALF else torch.allclose(ours, own, rtol=1e-5, atol=1e-5)
+
+
+def test_gates_of_rows_that_are_apart_have_the_values_of_torch():
+    both = random(5, 96, spread=0.5)
+    for kind, own in ((layer_ops.SILU, nn.functional.silu), (layer_ops.GELU_TANH, nn.GELU(approximate="tanh"))):
+        out = torch.empty(5, 48)
+        run(layer_ops.gating(both[:, :48], both[:, 48:], kind, None, out))
+        torch.testing.assert_close(out, own(both[:, :48]) * both[:, 48:], rtol=1e-5, atol=1e-6)
+        alone = both[:, :48].contiguous()
+        run(layer_ops.gating(alone, None, kind))
+        torch.testing.assert_close(alone, own(both[:, :48]), rtol=1e-5, atol=1e-6)
