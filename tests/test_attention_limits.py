@@ -70,9 +70,9 @@ def test_a_node_sees_the_window_of_its_own_path(start, window):
 @pytest.mark.parametrize("start", [3, 40, BLOCK + 60])
 @pytest.mark.parametrize("window", [5, 37, BLOCK - 1, BLOCK + 9])
 def test_behind_a_window_bfloat16_has_the_bits_of_its_keys_alone(start, window):
-    if not has_bits_of_sdpa(64, 4):
+    if not has_bits_of_sdpa(64, 3):
         pytest.skip("torch adds in another order on this CPU")
-    tree, tensors = tree_of(20, start), tensors_of(start + 20, 20, 8, 2, 64)
+    tree, tensors = tree_of(20, start), tensors_of(start + 20, 20, 6, 2, 64)  # heads that fill no tile
     got = attended(tensors, tree, start, AttentionLimits(window))
     query, keys, values = tensors
     for node in range(len(tree)):
