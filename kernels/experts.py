@@ -105,7 +105,16 @@ def gather(x: Tensor, out: Tensor, places: Tensor) -> Job:
     return _gather_rows, len(out), (*(tensor.data_ptr() for tensor in tensors), *sizes), tensors
 
 
-def combine(rows: Tensor, factors: Tensor, places: Tensor, out: Tensor, *, is_wide: bool) -> Job:
+def combine(
+    rows: Tensor,
+    factors: Tensor,
+    places: Tensor,
+    out: Tensor,
+    *,
+    is_wide: bool,
+    shared: Tensor | None = None,
+    shares: Tensor | None = None,
+) -> Job:
     """A job that adds the weighted results of the experts of each token, in the order in which they were chosen.
 
     Args:
@@ -114,11 +123,14 @@ def combine(rows: Tensor, factors: Tensor, places: Tensor, out: Tensor, *, is_wi
         places: int64 `[tokens, chosen]`: the row of each result.
         out: `[tokens, size]`, of the dtype of the rows.
         is_wide: Whether weighted results are not rounded before they are added.
+        shared: Like `out`, contiguous: the results of a shared expert, added to the rounded sum; or None.
+        shares: float32 `[tokens]`, their factors, which are 1 if it is None.
     """
-    tensors = rows, factors, places, out
+    tensors = rows, factors, places, out, shared, shares
     sizes = len(out), factors.shape[1], out.shape[-1], int(is_wide)
     entry = _combine_floats if rows.dtype == torch.float32 else _combine_halves
-    return entry, len(out), (*(tensor.data_ptr() for tensor in tensors), *sizes), tensors
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return entry, len(out), (*addresses, *sizes), tensors
 
 
 def _take_terms(values: Any, at: Any, step: Any, scratch: Any, line: Any, count: Any) -> Any:
@@ -229,12 +241,14 @@ def _gather_rows(address: Any) -> None:
 @jit_part
 def _combine(address, number):
     """Weigh and add the results of a token at a time."""
-    _, _, rows_at, factors_at, places_at, out_at, tokens, chosen, size, is_wide = array_at(address, (10,), np.int64)
+    numbers = array_at(address, (12,), np.int64)
+    _, _, rows_at, factors_at, places_at, out_at, shared_at, shares_at, tokens, chosen, size, is_wide = numbers
     factors, places = (
         array_at(factors_at, (tokens, chosen), np.float32),
         array_at(places_at, (tokens, chosen), np.int64),
     )
     results, out = array_at(rows_at, (tokens * chosen, size), number), array_at(out_at, (tokens, size), number)
+    shared, shares = array_at(shared_at, (tokens, size), number), array_at(shares_at, (tokens,), np.float32)
     line = np.empty(size, np.float32)
     token = claim_part(address)
     while token < tokens:
@@ -246,6 +260,10 @@ def _combine(address, number):
                 line[i] += weighted if is_wide else widen(narrow(weighted, result[i]))
         for i in range(size):
             out[token, i] = narrow(line[i], out[token, 0])
+        share = shares[token] if shares_at else np.float32(1.0)
+        for i in range(size if shared_at else 0):
+            own = widen(narrow(widen(shared[token, i]) * share, out[token, 0]))
+            out[token, i] = narrow(widen(out[token, i]) + own, out[token, 0])
         token = claim_part(address)
 
 

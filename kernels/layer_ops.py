@@ -70,7 +70,14 @@ def norm(
 
 
 def rotation(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, dim: int | None = None, turned: int | None = None
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dim: int | None = None,
+    turned: int | None = None,
+    *,
+    are_neighbours: bool = False,
 ) -> Job:
     """A job that applies a rotary embedding in place; pairs are formed of the two halves of the rotated numbers.
 
@@ -83,11 +90,12 @@ def rotation(
         dim: Numbers of a head; the size of `cos` if None.
         turned: The first numbers of a head, which are rotated; the size of `cos` if None. If it is twice the size, both
             numbers of a pair share a cosine.
+        are_neighbours: Whether the numbers of a pair are side by side instead, and share the first cosines.
     """
     size = cos.shape[-1]
     tokens = cos.numel() // size
     widths = query.numel() // tokens, key.numel() // tokens
-    sizes = tokens, *widths, dim or size, turned or size, size, int(cos.dtype != query.dtype)
+    sizes = tokens, *widths, dim or size, turned or size, size, int(cos.dtype != query.dtype), int(are_neighbours)
     places = query.data_ptr(), key.data_ptr(), cos.data_ptr(), sin.data_ptr()
     return _ENTRIES[query.dtype], 1, (_ROTATION, *places, *sizes), (query, key, cos, sin)
 
@@ -231,31 +239,41 @@ def _norm(address, kind):
 
 
 @jit_part
-def _rotate_heads(heads, dim, turned, cos, sin, is_wide):
-    """Rotate the heads of one token. Every product and every sum is rounded, or with `is_wide` the result alone."""
-    half, second_at = turned // 2, len(cos) - turned // 2
-    for begin in range(0, len(heads), dim):
-        first, second = heads[begin : begin + half], heads[begin + half : begin + turned]
-        if is_wide:
-            for i in range(half):
-                a, b = widen(first[i]), widen(second[i])
-                first[i] = narrow(a * cos[i] + -b * sin[i], first[i])
-                second[i] = narrow(b * cos[second_at + i] + a * sin[second_at + i], first[i])
-            continue
-        for i in range(half):
+def _rotate_pairs(first, second, cos, sin, second_at, is_wide):
+    """Rotate the pairs of a head. Every product and every sum is rounded, or with `is_wide` the result alone."""
+    if is_wide:
+        for i in range(len(first)):
             a, b = widen(first[i]), widen(second[i])
-            kept, moved = narrow(a * cos[i], first[i]), narrow(-b * sin[i], first[i])
-            kept_too = narrow(b * cos[second_at + i], first[i])
-            moved_too = narrow(a * sin[second_at + i], first[i])
-            first[i] = narrow(widen(kept) + widen(moved), first[i])
-            second[i] = narrow(widen(kept_too) + widen(moved_too), second[i])
+            first[i] = narrow(a * cos[i] + -b * sin[i], first[i])
+            second[i] = narrow(b * cos[second_at + i] + a * sin[second_at + i], first[i])
+        return
+    for i in range(len(first)):
+        a, b = widen(first[i]), widen(second[i])
+        kept, moved = narrow(a * cos[i], first[i]), narrow(-b * sin[i], first[i])
+        kept_too = narrow(b * cos[second_at + i], first[i])
+        moved_too = narrow(a * sin[second_at + i], first[i])
+        first[i] = narrow(widen(kept) + widen(moved), first[i])
+        second[i] = narrow(widen(kept_too) + widen(moved_too), second[i])
+
+
+@jit_part
+def _rotate_heads(heads, dim, turned, cos, sin, is_wide, are_neighbours):
+    """Rotate the heads of one token."""
+    half = turned // 2
+    for begin in range(0, len(heads), dim):
+        if are_neighbours:
+            pairs = heads[begin : begin + turned]
+            _rotate_pairs(pairs[::2], pairs[1::2], cos, sin, 0, is_wide)
+        else:
+            first, second = heads[begin : begin + half], heads[begin + half : begin + turned]
+            _rotate_pairs(first, second, cos, sin, len(cos) - half, is_wide)
 
 
 @jit_part
 def _rotate(address, kind):
     """Rotate the heads of queries and keys, which have `width` and `key_width` numbers per token."""
-    numbers = array_at(address, (11,), np.int64)
-    query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, turned, size, is_wide = numbers
+    numbers = array_at(address, (12,), np.int64)
+    query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, turned, size, is_wide, neighbours = numbers
     query, key = _numbers_at(query_at, tokens * width, kind), _numbers_at(key_at, tokens * key_width, kind)
     cos, sin = _numbers_at(cos_at, tokens * size, kind), _numbers_at(sin_at, tokens * size, kind)
     wide_cos, wide_sin = array_at(cos_at, (tokens * size,), np.float32), array_at(sin_at, (tokens * size,), np.float32)
@@ -267,8 +285,9 @@ def _rotate(address, kind):
                 cosines[i], sines[i] = wide_cos[at], wide_sin[at]
             else:
                 cosines[i], sines[i] = widen(cos[at]), widen(sin[at])
-        _rotate_heads(query[token * width : (token + 1) * width], dim, turned, cosines, sines, is_wide)
-        _rotate_heads(key[token * key_width : (token + 1) * key_width], dim, turned, cosines, sines, is_wide)
+        queries, keys = query[token * width : (token + 1) * width], key[token * key_width : (token + 1) * key_width]
+        _rotate_heads(queries, dim, turned, cosines, sines, is_wide, neighbours)
+        _rotate_heads(keys, dim, turned, cosines, sines, is_wide, neighbours)
 
 
 @jit_part

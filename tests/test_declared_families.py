@@ -34,6 +34,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0},
     "SmolLM3": {"no_rope_layers": [1, 0, 1]},
     "Mistral": {"sliding_window": 16},
+    "Ministral": WINDOWS,
+    "SeedOss": {},
+    "HunYuanDenseV1": {},
+    "Exaone4": {**WINDOWS, "sliding_window_pattern": 2},
+    "GraniteMoeHybrid": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0, "num_local_experts": 0,
+        "shared_intermediate_size": 512, "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope",
+    },
+    "Glm": {},
+    "Glm4": {},
+    "Ernie4_5": {},
+    "Helium": {"num_attention_heads": 4},
+    "Qwen2Moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 256, "decoder_sparse_step": 1,
+    },
+    "GraniteMoe": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0, "num_local_experts": 8,
+        "num_experts_per_tok": 3, "intermediate_size": 128,
+    },
+    "GraniteMoeShared": {
+        "residual_multiplier": 0.3, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128,
+        "shared_intermediate_size": 256,
+    },
     "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128, "norm_topk_prob": True},
     "Olmoe": {
         "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128,
@@ -42,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": None},
     "GptOss": {**WINDOWS, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128},
 }  # fmt: skip
-MIXTURES = ("Qwen3Moe", "Olmoe", "Mixtral", "GptOss")
+MIXTURES = ("Qwen2Moe", "Qwen3Moe", "GraniteMoe", "GraniteMoeShared", "Olmoe", "Mixtral", "GptOss")
 
 has_kernels = pytest.mark.skipif(
     not (attends(HALF) and all(packed_product.is_supported(torch.zeros(2, 64, dtype=kind)) for kind in (HALF, SINGLE))),
@@ -112,13 +136,13 @@ def test_in_float32_passes_are_one_call_with_the_tokens_of_generate(name, calls)
     assert calls
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Olmo3", "Granite", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Gemma3", "Olmo3", "Granite", "Qwen2Moe", "Qwen3Moe", "Glm4"])
 def test_sampled_tokens_are_those_of_generate(name):
     own, ours = both(made(name), prompt(), do_sample=True, temperature=1.3)
     assert torch.equal(own.sequences, ours.sequences)
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Phi3", "SmolLM3", "Mixtral"])
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Phi3", "SmolLM3", "Mixtral", "Ernie4_5", "Exaone4", "Qwen2Moe"])
 def test_rows_of_other_lengths_get_the_tokens_of_generate(name):
     model, ids = made(name, SINGLE), prompt(rows=3)
     mask = torch.ones_like(ids)
@@ -128,7 +152,7 @@ def test_rows_of_other_lengths_get_the_tokens_of_generate(name):
     assert torch.equal(own.sequences, ours.sequences)
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Mistral", "Olmo3"])
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral", "Ministral", "Olmo3", "Exaone4"])
 def test_windows_are_passed_and_left_with_the_bits_of_generate(name, calls):
     model = made(name)
     for length in (6, 12, 15, 18, 60):  # before the window of 16, at its end, and behind it
@@ -294,3 +318,19 @@ def test_a_window_of_one_token_gives_the_tokens_of_generate():
     for length in (3, 36):
         own, ours = both(model, prompt(length), do_sample=False)
         assert torch.equal(own.sequences, ours.sequences)
+
+
+def test_a_hybrid_without_recurrent_layers_is_a_model_of_attention():
+    sizes = {"shared_intermediate_size": 512, "num_local_experts": 8, "num_experts_per_tok": 3}
+    model = made("GraniteMoeHybrid", SINGLE, **sizes, intermediate_size=128, position_embedding_type="nope")
+    own, ours = both(model, prompt(), do_sample=False)
+    assert torch.equal(own.sequences, ours.sequences)
+    assert len(fused_layers.find_fused(model).layers) == 3
+
+
+def test_a_layer_of_a_kind_that_no_operation_describes_is_named():
+    kinds = ["full_attention", "linear_attention", "full_attention"]
+    model = made("GraniteMoeHybrid", SINGLE, layer_types=kinds, mamba_n_heads=8, mamba_d_head=64)
+    assert fused_layers.find_fused(model).reason == "layer 1: it is a Mamba layer"
+    own, ours = both(model, prompt(), do_sample=False)
+    assert torch.equal(own.sequences, ours.sequences)

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 import lookahead
-from lookahead.backend.cpu import cpu_pass, fused_layers
+from lookahead.backend.cpu import cpu_pass, fused_layers, layer_checks
 from lookahead.kernels import layer_ops
 from tests.support.small_layers import HALF, MODELS, SINGLE, SIZES, fused, logits_of, made, own_code, running, serving
 
@@ -145,9 +145,9 @@ def test_layers_of_another_class_or_type_of_numbers_stay_as_they_are():
 
 @pytest.mark.parametrize("result", ["norm", "rotation", "gating", "means"])
 def test_a_kernel_with_another_bit_serves_no_layer(result, monkeypatch):
-    monkeypatch.setattr(fused_layers, "_probed", {})
+    monkeypatch.setattr(layer_checks, "_probed", {})
     results: list[torch.Tensor] = []
-    name, run = "norm" if result == "means" else result, fused_layers.run
+    name, run = "norm" if result == "means" else result, layer_checks.run
     own = getattr(layer_ops, name)
 
     def noted(*tensors: Any, **others: Any) -> Any:
@@ -162,13 +162,13 @@ def test_a_kernel_with_another_bit_serves_no_layer(result, monkeypatch):
             changed.view(torch.int16 if changed.dtype == HALF else torch.int32).flatten()[1] += 1
 
     monkeypatch.setattr(layer_ops, name, noted)
-    monkeypatch.setattr(fused_layers, "run", wrong)
-    for each in (fused_layers._keeps_means, fused_layers._keeps_activation):
+    monkeypatch.setattr(layer_checks, "run", wrong)
+    for each in (layer_checks.keeps_means, layer_checks.keeps_activation):
         each.cache_clear()
     try:
         assert not any(type(each) is LlamaDecoderLayer for each in served(made()))
     finally:
-        for each in (fused_layers._keeps_means, fused_layers._keeps_activation):
+        for each in (layer_checks.keeps_means, layer_checks.keeps_activation):
             each.cache_clear()
 
 
@@ -200,7 +200,7 @@ def test_gradients_and_autocast_are_left_to_the_model(block, fused):
 
 def test_under_autocast_layers_are_not_even_compared(fused, monkeypatch):
     # Products have another type than the buffers of the kernels, which would write beyond them.
-    monkeypatch.setattr(fused_layers, "_probed", {})
+    monkeypatch.setattr(layer_checks, "_probed", {})
     model = made(dtype=SINGLE)
     with torch.autocast("cpu", HALF):
         assert not served(model) and not fused
@@ -284,6 +284,6 @@ def test_products_that_a_hook_keeps_are_not_overwritten(name):
 @on_x86
 def test_a_layer_with_biases_is_compared_although_one_of_its_sizes_was_without(fused):
     for options in ({}, {"attention_bias": True}, {"mlp_bias": True}):
-        before = len(fused_layers._probed)
+        before = len(layer_checks._probed)
         assert served(made("llama", **options))
-        assert len(fused_layers._probed) == before + bool(options)
+        assert len(layer_checks._probed) == before + bool(options)

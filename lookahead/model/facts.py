@@ -66,8 +66,12 @@ def uncompiled(model: Any) -> Any:
 
 
 def is_sequential(model: Any) -> bool:
-    """Whether a model keeps a state that cannot be cut back, as recurrent layers do."""
-    return bool(getattr(model, "_is_stateful", False))
+    """Whether a model keeps a state that cannot be cut back, as recurrent layers do.
+
+    A class of hybrid models says so even if all layers of a model are attention, as in some sizes of Granite 4.
+    """
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    return bool(getattr(model, "_is_stateful", False)) and not (kinds and kinds <= ATTENTION_LAYERS)
 
 
 def may_keep_states(model: Any) -> bool:

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from lookahead.backend.choice import backend_for
-from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers, layer_jobs, linears, product_bits
+from lookahead.backend.cpu import cpu_backend, cpu_pass, fused_layers, layer_checks, layer_jobs, linears, product_bits
 from lookahead.backend.cpu.pass_table import PassTable
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
@@ -93,12 +93,12 @@ def fused(monkeypatch) -> Iterator[list[int]]:
         threads.append(threading.get_ident())
         return own(*args, **kwargs)
 
-    fused_layers._probed.clear()
+    layer_checks._probed.clear()
     monkeypatch.setattr(fused_layers, "_fused", recorded)
     with serving(made()):  # layers are checked now, so that later only passes are recorded
         threads.clear()
     yield threads
-    fused_layers._probed.clear()
+    layer_checks._probed.clear()
 
 
 def trees_of(rows: int, nodes: int, seed: int) -> list[TokenTree]:

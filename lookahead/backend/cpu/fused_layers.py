@@ -7,41 +7,38 @@ layer computes is declared (`lookahead.model.families`).
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lookahead.backend.cpu.cpu_pass import CpuPass, running_pass
+from lookahead.backend.cpu.layer_checks import is_right, keeps_means
 from lookahead.backend.cpu.layer_jobs import (
     ACTIVATIONS,
     DeclaredLayer,
     HiddenSum,
     LayerJobs,
     Positions,
-    activation_of,
     has_formula,
     has_own_panels,
 )
 from lookahead.backend.cpu.linears import packed_weights
-from lookahead.backend.cpu.routing import Routing, called, multiplies, serves
+from lookahead.backend.cpu.routing import Routing, multiplies, serves
 from lookahead.backend.protocol import BitPolicy
-from lookahead.errors import with_place
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
 from lookahead.kernels.packed_product import prepared_rows
 from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.attention import registered_attention
 from lookahead.model.call_caches import CACHE
-from lookahead.model.facts import attention_name, experts_name, is_offloaded
+from lookahead.model.facts import attention_name, is_offloaded
 from lookahead.model.families import FAMILIES, family_of
-from lookahead.model.families.operations import ClampedGlu, Experts, Family, Norm, SelfAttention, UndeclaredError
+from lookahead.model.families.operations import Experts, Family, Norm, SelfAttention, UndeclaredError
 from lookahead.model.known_code import (
-    arithmetic_flags,
     code_of,
     global_hooks,
     is_set_by_user,
@@ -50,11 +47,6 @@ from lookahead.model.known_code import (
 )
 
 _DTYPES = torch.float32, torch.bfloat16
-_ROWS = 32  # rows whose mean squares are compared
-_TOLERANCE = 1e-4  # in float32, relative to the largest output
-
-_log = logging.getLogger(__name__)
-_probed: dict[Any, bool] = {}
 
 
 class FusedLayers(NamedTuple):
@@ -99,13 +91,13 @@ def find_fused(model: nn.Module) -> FusedLayers:
     # Another package may have replaced a function that the kernels reimplement.
     if code.foreign or not multiplies_as_shipped():
         return FusedLayers([], [], [], len(declared), "the code that they replace is not as shipped")
-    right = [layer for layer in layers if _is_right(layer, code.number)]
+    right = [layer for layer in layers if is_right(layer, code.number, _fused)]
     if len(right) < len(layers):
         reasons["some compute differently from their declaration"] = None
     # The last norm of the model, and the norms of layers that are not fused as a whole.
     inside = {id(norm.module) for layer in right for norm in layer.norms}
     norms = [norm for norm in outer if id(norm.module) not in inside]
-    norms = [norm for norm in norms if _keeps_means(norm.weight.dtype, len(norm.weight))]
+    norms = [norm for norm in norms if keeps_means(norm.weight.dtype, len(norm.weight))]
     forwards: list[tuple[nn.Module, None, Callable[..., Any]]] = [
         *((layer.module, None, partial(_layer_forward, layer)) for layer in right),
         *((norm.module, None, partial(_norm_forward, norm)) for norm in norms),
@@ -161,7 +153,7 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
     residuals = family.layer(module)
     layer = DeclaredLayer(module, family, residuals, vars(sys.modules[family.file])["eager_attention_forward"])
     names = {id(part): name or "itself" for name, part in module.named_modules()}
-    known = {id(part) for part in (*layer.parts, *layer.linears)}
+    known = {id(part) for part in (*layer.parts, *layer.linears, *layer.gates)}
     faults = [names[id(part)] for part in module.modules() if id(part) not in known and not _is_passive(part)]
     if faults:
         raise UndeclaredError(f"{faults[0]} is not declared")
@@ -179,7 +171,7 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
         raise UndeclaredError("a norm is hooked, or of an unsupported type")
     if len({weight.dtype for weight in norm_weights}) > 1:
         raise UndeclaredError("its norms have several types of numbers")
-    for linear in layer.linears:
+    for linear in (*layer.linears, *layer.gates):
         if not _is_plain_linear(linear):
             raise UndeclaredError(f"{names[id(linear)]} is hooked, adapted or offloaded")
     products = [product for part in residuals for product in part.mixer.products]
@@ -226,8 +218,9 @@ def _norm_forward(norm: Norm, x: Tensor) -> Tensor:
 def _layer_forward(layer: DeclaredLayer, *args: Any, **kwargs: Any) -> Any:
     """The layer's `forward`, fused for a few tokens on a thread that runs a pass."""
     positions, cache = kwargs.get("position_embeddings"), kwargs.get(CACHE)
+    has_positions = positions is not None or layer.attention.rope is None
     # A cache under another name would be ignored.
-    if len(args) != 1 or positions is None or cache is None or not takes(args[0], layer.norms[0], layer.experts):
+    if len(args) != 1 or not has_positions or cache is None or not takes(args[0], layer.norms[0], layer.experts):
         return type(layer.module).forward(layer.module, *args, **kwargs)
     return _fused(layer, args[0], **kwargs)
 
@@ -257,7 +250,7 @@ class _CalledAttention:
 def _fused(
     layer: DeclaredLayer,
     hidden: Tensor,
-    position_embeddings: Positions,
+    position_embeddings: Positions | None = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
@@ -266,7 +259,7 @@ def _fused(
     weights = packed_weights(linears, hidden, layer.known)
     rope = layer.attention.rope
     positions = {}
-    if rope is not None:
+    if rope is not None and position_embeddings is not None:
         cos, sin = (embedding.expand(rows, -1, -1).contiguous() for embedding in position_embeddings)
         positions = {rope.kind: (cos, sin)}
     by_linear = dict(zip(map(id, linears), weights, strict=True)) if weights else {}
@@ -289,111 +282,3 @@ def _fused(
 
 def _routing(tokens: int, like: Tensor, part: Experts) -> Routing:
     return Routing(part, tokens, like.dtype)
-
-
-def _is_right(layer: DeclaredLayer, code: int) -> bool:
-    """Whether a fused layer computes the same as the layer itself; compared once per class, code and sizes."""
-    rope = layer.attention.rope
-    kind = (
-        type(layer.module), code, arithmetic_flags(),
-        layer.attention.module.head_dim, layer.norms[0].weight.dtype, torch.get_num_threads(), rope and rope[1:],
-        *((norm.weight.shape, norm.eps, norm.kind) for norm in layer.norms),
-        *(residual.factor for residual in layer.residuals),
-        *(
-            (type(linear), type(weight), weight.dtype, weight.shape, getattr(parameters.get("bias"), "dtype", None))
-            for linear in layer.linears
-            for parameters in (linear._parameters,)
-            for weight in (parameters["weight"],)
-        ),
-        *map(type, layer.activations),
-        *_kind_of(layer.experts),
-    )  # fmt: skip
-    if kind not in _probed:
-        _probed[kind] = _computes_the_same(layer) and all(
-            _keeps_means(norm.weight.dtype, len(norm.weight)) for norm in layer.norms
-        )
-    return _probed[kind]
-
-
-def _kind_of(part: Experts | None) -> Iterator[Any]:
-    """What decides in which order a mixture adds, and of how many numbers."""
-    if part is not None:
-        yield from (part.chosen, part.is_wide, *(tensor.shape for tensor in part.tensors))
-        yield part.activation if isinstance(part.activation, ClampedGlu) else None
-        # It may be set between two calls: one adds by the numbers of the experts, others as they were chosen.
-        yield experts_name(getattr(part.experts, "config", None))
-
-
-def _random(source: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=source, dtype=torch.float32, device="cpu")
-
-
-def _computes_the_same(layer: DeclaredLayer) -> bool:
-    """Compare a layer, its norms and its rotation with their fused forms on two rows of three tokens."""
-    dim, rope = layer.attention.module.head_dim, layer.attention.rope
-    dtype, source = layer.norms[0].weight.dtype, torch.Generator().manual_seed(0)
-    size = layer.attention.query.module.in_features
-    x = _random(source, 2, 3, size).to(dtype)
-    angles = _random(source, 2, 3, dim if rope is None else rope.size // (2 if rope.shares else 1))
-    query, key = (_random(source, 2, 3, heads, dim).to(dtype) for heads in (2, 1))
-    of_angles = torch.float32 if rope is not None and rope.is_wide else dtype
-    places = angles.cos().to(of_angles), angles.sin().to(of_angles)
-    rotate = vars(sys.modules[layer.family.file])["apply_rotary_pos_emb"]
-    try:
-        pairs = _mixed(layer, source) if layer.experts else []
-        # By its own code a mixture has other bits for several rows than for one.
-        first = (slice(1), slice(1)) if layer.experts else (slice(2), slice(3))
-        some, cos, sin = (tensor[first].contiguous() for tensor in (x, *places))
-        own = type(layer.module).forward(layer.module, some, position_embeddings=(cos, sin))
-        pairs.append((own, _fused(layer, some, (cos, sin))))
-        if rope is not None:
-            rotated = rotate(query, key, *places, unsqueeze_dim=2)
-            run(layer_ops.rotation(query, key, *places, dim, rope.size))
-            pairs += zip(rotated, (query, key), strict=True)
-        for norm in layer.norms:
-            states = _random(source, 6, len(norm.weight)).to(dtype)
-            normed = torch.empty_like(states)
-            run(layer_ops.norm(states, norm.weight, normed, norm.eps, kind=norm.kind))
-            pairs.append((type(norm.module).forward(norm.module, states), normed))
-    except (RuntimeError, TypeError, ValueError) as error:  # e.g. an unknown transformers version or an unusual weight
-        _log.warning("layers of %s are not fused: %s", type(layer.module).__name__, with_place(error))
-        return False
-    if dtype == torch.bfloat16:
-        kinds = {type(activation) for activation in layer.activations if isinstance(activation, nn.Module)}
-        return all(torch.equal(*pair) for pair in pairs) and all(map(_keeps_activation, kinds))  # type: ignore[arg-type]
-    return all(bool((own - fused).abs().max() <= _TOLERANCE * own.abs().max()) for own, fused in pairs)
-
-
-def _mixed(layer: DeclaredLayer, source: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-    """The results of a mixture for some rows, each alone by its own code, and all of them by the kernels."""
-    part = layer.experts
-    assert part is not None
-    x = _random(source, 1, _ROWS, part.weights[0].shape[-1]).to(part.weights[0].dtype)
-    own = torch.cat([called(part, row) for row in x.split(1, 1)], 1)
-    attend, routing = _CalledAttention(layer, None, None, {}), partial(_routing, _ROWS, x)
-    jobs = LayerJobs(lambda name, size: x.new_empty(1, _ROWS, size), {}, None, {}, attend, routing)
-    jobs.mixture = layer.mixture()
-    fused = jobs.mixed(part, x)
-    jobs.run()
-    return [(own, fused)]
-
-
-@lru_cache(maxsize=64)
-@torch.inference_mode()
-def _keeps_means(dtype: torch.dtype, size: int) -> bool:
-    """Whether the kernel sums squares in torch's order, which the bits of a bfloat16 norm seldom show."""
-    x = _random(torch.Generator().manual_seed(0), _ROWS, size).to(dtype)
-    means = torch.empty(_ROWS, dtype=torch.float32, device="cpu")
-    run(layer_ops.norm(x, x[0], torch.empty_like(x), 0.0, means=means))
-    return torch.equal(means, x.float().pow(2).mean(-1)) or dtype != torch.bfloat16
-
-
-@lru_cache(maxsize=8)
-@torch.inference_mode()
-def _keeps_activation(kind: Any) -> bool:
-    """Whether the kernel has torch's bits for every bfloat16 value."""
-    x = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
-    module = kind()
-    own, fused = module(x), x.clone()
-    run(layer_ops.gating(fused, torch.ones_like(x), *activation_of(module, x.dtype)))
-    return torch.equal(own.isnan(), fused.isnan()) and torch.equal(own.nan_to_num(0), fused.nan_to_num(0))

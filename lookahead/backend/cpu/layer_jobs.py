@@ -74,14 +74,21 @@ class DeclaredLayer:
     @property
     def activations(self) -> list[Any]:
         """The modules of its activations."""
-        mixers = (part.mixer for part in self.residuals)
-        return [mixer.activation for mixer in mixers if not isinstance(mixer, SelfAttention)]
+        mixers: list[Any] = [part.mixer for part in self.residuals if not isinstance(part.mixer, SelfAttention)]
+        if self.experts is not None and self.experts.shared is not None:
+            mixers.append(self.experts.shared)
+        return [mixer.activation for mixer in mixers]
 
     @property
     def parts(self) -> list[Any]:
         """The modules that the jobs reimplement; `lookahead.backend.cpu.linears` handles linear layers."""
         inner = [module for part in self.residuals for module in part.mixer.parts]
         return [self.module, *inner, *(norm.module for norm in self.norms)]
+
+    @property
+    def gates(self) -> list[Any]:
+        """Linear layers of few outputs, by which torch multiplies."""
+        return [] if self.experts is None else [*self.experts.gates]
 
 
 class Attend(Protocol):
@@ -198,9 +205,10 @@ class LayerJobs:
         (router, gate_up, down), routing, size = self.mixture, self._routing(part), x.shape[-1]
         tokens, biases = x.numel() // size, [part.router._parameters.get("bias")]
         flat = x.reshape(tokens, size)
-        if router is None:
+        shared = None if part.shared is None else self._fed(part.shared, x, "shared").reshape(tokens, size)
+        if router is None or part.gates:
             self.jobs.append(experts.gather(flat, routing.rows[:tokens], routing.numbers[:tokens]))
-        else:
+        if router is not None:
             self.jobs += product([router], x, biases, [routing.logits[:tokens]], self._prepared)
         self.pause(partial(routing.fill, part, router is None), tokens)
         rows, inner = tokens * part.chosen, down.terms * (1 if x.dtype == torch.float32 else 2)
@@ -221,7 +229,7 @@ class LayerJobs:
             experts.products(gate, down, of_results, results, *chosen),
             experts.combine(
                 results, routing.factors[:tokens], routing.places[:tokens], out.view(tokens, size),
-                is_wide=part.is_wide,
+                is_wide=part.is_wide, shared=shared, shares=routing.shares[:tokens] if part.gates else None,
             ),
         ]  # fmt: skip
         return out
@@ -230,21 +238,28 @@ class LayerJobs:
         query = self.take("query", part.query.outputs)
         key, value = self._attend.outputs(part, self)
         query, key, value = self.products(part.products[:3], x, (query, key, value))
-        for heads, norm in zip((query, key), part.norms, strict=False):
-            self._norm(norm, heads, heads)
+        if not part.norms_last:
+            self._norm_heads(part, query, key)
         if part.rope is not None:
-            dim, turned = part.module.head_dim, part.rope.size
-            self.jobs.append(layer_ops.rotation(query, key, *self._positions[part.rope.kind], dim, turned))
+            cos, sin, dim, turned = *self._positions[part.rope.kind], part.module.head_dim, part.rope.size
+            pairs = {"are_neighbours": part.rope.are_neighbours}
+            self.jobs.append(layer_ops.rotation(query, key, cos, sin, dim, turned, **pairs))
+        if part.norms_last:
+            self._norm_heads(part, query, key)
         attended = self._attend.attend(part, self, query, key, value)
         (out,) = self.products([part.output], attended, [self.take("change", part.output.outputs)])
         return out
 
-    def _fed(self, part: Mlp, x: Tensor) -> Tensor:
+    def _norm_heads(self, part: SelfAttention, query: Tensor, key: Tensor) -> None:
+        for heads, norm in zip((query, key), part.norms, strict=False):
+            self._norm(norm, heads, heads)
+
+    def _fed(self, part: Mlp, x: Tensor, into: str = "change") -> Tensor:
         inner = [inner for inner in (part.gate, part.up) if inner is not None]
         gate, *up = self.products(inner, x, [self.take(f"inner {at}", each.outputs) for at, each in enumerate(inner)])
         kind, table = activation_of(part.activation, gate.dtype)
         self.jobs.append(layer_ops.gating(gate, up[0] if up else None, kind, table))
-        (out,) = self.products([part.down], gate, [self.take("change", part.down.outputs)])
+        (out,) = self.products([part.down], gate, [self.take(into, part.down.outputs)])
         return out
 
     def products(self, products: Sequence[Product], x: Tensor, outs: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -84,10 +84,12 @@ def weights_of(part: Experts, known: dict[Any, Any], *, packs: bool = False) -> 
 
 
 def called(part: Experts, x: Tensor) -> Tensor:
-    """The result of the module of a mixture, which may return what its router computed too."""
+    """The result of the module of a mixture, which may return what its router computed too, and of a shared expert."""
     out: Any = part.module(x)
     result: Tensor = out[0] if isinstance(out, tuple) else out
-    return result
+    if part.shared is None or part.shared.module in part.module.children():
+        return result
+    return result + part.shared.module(x)  # type: ignore[no-any-return]
 
 
 class Routing:
@@ -98,6 +100,7 @@ class Routing:
         numbers: int64 `[most]`, the numbers from 0 on.
         logits: `[most, experts]`, what the router computes.
         factors: float32 `[most, chosen]`.
+        shares: `[most]`, factors of the results of the shared expert.
         places: int64 `[most, chosen]`, the rows of the results of a token.
         sources: int64 `[most * chosen]`, the tokens of the rows, which are grouped by experts.
         chosen: int64 `[most * chosen, 3]`, as `kernels.experts.products` takes them.
@@ -108,22 +111,24 @@ class Routing:
         self.rows = torch.empty(most, size, dtype=dtype, device="cpu")
         self.numbers = torch.arange(most, device="cpu")
         self.logits = torch.empty(most, total, dtype=dtype, device="cpu")
+        self.shares = torch.empty(most, dtype=torch.float32, device="cpu")
         self.factors = torch.empty(most, count, dtype=torch.float32, device="cpu")
         self.places, self.sources, self.chosen = (
             torch.zeros(shape, dtype=torch.int64, device="cpu")
             for shape in ((most, count), (most * count,), (most * count, 3))
         )
 
-    def multiply(self, router: Any, tokens: int) -> None:
-        """Compute the logits of the first tokens by torch, each row alone."""
-        weight, bias = router._parameters["weight"], router._parameters.get("bias")
-        for row in range(tokens):
-            self.logits[row] = linear(self.rows[row : row + 1], weight, bias)[0]
+    def multiply(self, module: Any, tokens: int) -> Tensor:
+        """Multiply the first tokens by the weight of a module by torch, each row alone: `[tokens, outputs]`."""
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        return torch.cat([linear(row, weight, bias) for row in self.rows[:tokens].split(1)])
 
     def fill(self, part: Experts, by_torch: bool, tokens: int) -> None:
         """Choose the experts of the first tokens, and group their rows."""
         if by_torch:
-            self.multiply(part.router, tokens)
+            self.logits[:tokens] = self.multiply(part.router, tokens)
+        for gate in part.gates:
+            self.shares[:tokens] = torch.sigmoid(self.multiply(gate, tokens))[:, 0]
         factors, indices = part.route(self.logits[:tokens])
         self.factors[:tokens] = factors
         ids = indices.flatten().numpy()

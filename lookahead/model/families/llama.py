@@ -1,4 +1,4 @@
-"""Llama and the families that keep its layer: Mistral, Qwen2, Qwen3, SmolLM3, Granite."""
+"""Llama and the families that keep its layer: Mistral, Ministral, Qwen, SmolLM3, Seed-OSS, Hunyuan, EXAONE."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from lookahead.model.families.operations import Family, Norm, Residual, SelfAttention, attention, gated
 
 
-def _layer(layer: Any, attended: SelfAttention, factor: float = 1.0) -> tuple[Residual, ...]:
+def _layer(layer: Any, attended: SelfAttention) -> tuple[Residual, ...]:
     return (
-        Residual(attended, Norm(layer.input_layernorm), factor=factor),
-        Residual(gated(layer.mlp), Norm(layer.post_attention_layernorm), factor=factor),
+        Residual(attended, Norm(layer.input_layernorm)),
+        Residual(gated(layer.mlp), Norm(layer.post_attention_layernorm)),
     )
 
 
@@ -39,8 +39,22 @@ def _smollm3(layer: Any) -> tuple[Residual, ...]:
     return _layer(layer, own if module.use_rope else own._replace(rope=None))
 
 
-def _granite(layer: Any) -> tuple[Residual, ...]:
-    return _layer(layer, attention(layer.self_attn), layer.residual_multiplier)
+def _hunyuan(layer: Any) -> tuple[Residual, ...]:
+    module = layer.self_attn
+    norms = Norm(module.query_layernorm), Norm(module.key_layernorm)
+    return _layer(layer, attention(module, norms)._replace(norms_last=True))
+
+
+def _exaone4(layer: Any) -> tuple[Residual, ...]:
+    module = layer.self_attn
+    window, norms = module.sliding_window, (Norm(module.q_norm), Norm(module.k_norm))
+    attended = attention(module, norms, sliding_window=window if module.is_sliding else None)
+    if window is not None and not module.is_sliding:
+        attended = attended._replace(rope=None)
+    return (
+        Residual(attended, None, Norm(layer.post_attention_layernorm)),
+        Residual(gated(layer.mlp), None, Norm(layer.post_feedforward_layernorm)),
+    )
 
 
 FAMILIES = (
@@ -48,8 +62,9 @@ FAMILIES = (
     Family("mistral", "Mistral", _mistral),
     Family("qwen2", "Qwen2", _qwen2),
     Family("qwen3", "Qwen3", _qwen3),
+    Family("ministral", "Ministral", _qwen2),
     Family("smollm3", "SmolLM3", _smollm3),
-    Family(
-        "granite", "Granite", _granite, embedding_factor="embedding_multiplier", logits_divisor="logits_scaling"
-    ),
-)  # fmt: skip
+    Family("seed_oss", "SeedOss", _llama),
+    Family("hunyuan_v1_dense", "HunYuanDenseV1", _hunyuan),
+    Family("exaone4", "Exaone4", _exaone4),
+)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Qwen3-MoE, OLMoE, Mixtral, gpt-oss."""
+"""Mixtures of experts: Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral, gpt-oss."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def _likeliest(logits: Tensor, count: int, *, is_normed: bool, is_rounded: bool)
     return factors.to(logits.dtype) if is_rounded else factors, indices
 
 
-def _softmax_of_largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The experts with the largest logits, and their probabilities among each other."""
-    largest, indices = torch.topk(logits, count, dim=-1)
-    return torch.softmax(largest, 1, dtype=largest.dtype), indices
+def softmax_of_largest(logits: Tensor, count: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The experts with the largest logits, and their probabilities among each other, computed in a dtype."""
+    largest, indices = torch.topk(logits.to(dtype or logits.dtype), count, dim=-1)
+    return torch.softmax(largest, 1, dtype=largest.dtype).to(logits.dtype), indices
 
 
 def _layer(
@@ -72,6 +72,15 @@ def _olmoe(layer: Any) -> tuple[Residual, ...]:
     return _layer(layer, attended, _mixture(mlp, is_normed=mlp.gate.norm_topk_prob, is_rounded=True))
 
 
+def _qwen2_moe(layer: Any) -> tuple[Residual, ...]:
+    module, mlp = layer.self_attn, layer.mlp
+    attended = attention(module)
+    if not hasattr(mlp, "experts"):
+        return _layer(layer, attended, gated(mlp))
+    mixture = _mixture(mlp, is_normed=mlp.gate.norm_topk_prob, is_rounded=True)
+    return _layer(layer, attended, mixture._replace(shared=gated(mlp.shared_expert), gates=(mlp.shared_expert_gate,)))
+
+
 def _mixtral(layer: Any) -> tuple[Residual, ...]:
     module = layer.self_attn
     attended = attention(module, sliding_window=getattr(module.config, "sliding_window", None))
@@ -87,12 +96,13 @@ def _gpt_oss(layer: Any) -> tuple[Residual, ...]:
     rope = Rope("", module.head_dim, shares=True)
     attended = attention(module, (), rope, sliding_window=module.sliding_window, s_aux=module.sinks)
     router, own = mlp.router, mlp.experts
-    route, glu = partial(_softmax_of_largest, count=router.top_k), ClampedGlu(own.limit, own.alpha)
+    route, glu = partial(softmax_of_largest, count=router.top_k), ClampedGlu(own.limit, own.alpha)
     feeding = Experts(mlp, router, own, router.top_k, route, glu, is_transposed=True)
     return _layer(layer, attended, feeding, _wide)
 
 
 FAMILIES = (
+    Family("qwen2_moe", "Qwen2Moe", _qwen2_moe),
     Family("qwen3_moe", "Qwen3Moe", _qwen3_moe),
     Family("olmoe", "Olmoe", _olmoe),
     Family("mixtral", "Mixtral", _mixtral),

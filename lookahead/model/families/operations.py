@@ -68,12 +68,14 @@ class Rope(NamedTuple):
         size: Numbers of a head that are rotated.
         shares: Whether both numbers of a pair share a cosine.
         is_wide: Whether cosines are float32, and only results are rounded.
+        are_neighbours: Whether the numbers of a pair are side by side; else one is in each half.
     """
 
     kind: str
     size: int
     shares: bool = False
     is_wide: bool = False
+    are_neighbours: bool = False
 
 
 class SelfAttention(NamedTuple):
@@ -88,6 +90,7 @@ class SelfAttention(NamedTuple):
         options: What the layer passes to the registered attention function.
         rope: The rotary embedding; None for none.
         norms: Of queries and keys, whole or by head; may be empty.
+        norms_last: Whether norms come after the rotary embedding.
     """
 
     module: Any
@@ -98,6 +101,7 @@ class SelfAttention(NamedTuple):
     options: dict[str, Any]
     rope: Rope | None
     norms: tuple[Norm, ...] = ()
+    norms_last: bool = False
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -165,6 +169,8 @@ class Experts(NamedTuple):
         is_transposed: Whether weights are stored as `[experts, inputs, outputs]`, and outputs for gates and their
             factors alternate.
         names: The names of the weights.
+        shared: The expert that gets every token; its result is added.
+        gates: A linear layer with one output, if the sigmoid of it is the factor of that result.
     """
 
     module: Any
@@ -177,11 +183,13 @@ class Experts(NamedTuple):
     is_transposed: bool = False
     norms: tuple[Norm, ...] = ()
     names: tuple[str, str] = ("gate_up_proj", "down_proj")
+    shared: Mlp | None = None
+    gates: tuple[Any, ...] = ()
 
     @property
     def products(self) -> tuple[Product, ...]:
-        """It has no linear layers."""
-        return ()
+        """Those of the shared expert."""
+        return () if self.shared is None else self.shared.products
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -207,7 +215,8 @@ class Experts(NamedTuple):
     def parts(self) -> tuple[Any, ...]:
         """The modules whose code it replaces, without linear layers and norms."""
         activation = () if isinstance(self.activation, ClampedGlu) else (self.activation,)
-        return self.module, self.router, self.experts, *activation
+        shared = () if self.shared is None else self.shared.parts
+        return self.module, self.router, self.experts, *activation, *shared
 
 
 class Residual(NamedTuple):
@@ -283,3 +292,9 @@ def attention(module: Any, norms: tuple[Norm, ...] = (), rope: Rope | None = Non
 def gated(module: Any) -> Mlp:
     """An MLP with `gate_proj`, `up_proj`, `down_proj` and `act_fn`."""
     return Mlp(module, whole(module.gate_proj), whole(module.up_proj), whole(module.down_proj), module.act_fn)
+
+
+def gated_at_once(module: Any, both: Any, down: Any, activation: Any) -> Mlp:
+    """An MLP whose linear layer `both` has the outputs of the gate, and then those of its factor."""
+    gate, up = split(both, down.in_features, down.in_features)
+    return Mlp(module, gate, up, whole(down), activation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.model.families.operations import Family, Mlp, Norm, Residual, Rope, SelfAttention, split, whole
+from lookahead.model.families.operations import Family, Norm, Residual, Rope, SelfAttention, gated_at_once, split, whole
 
 
 def _layer(layer: Any) -> tuple[Residual, ...]:
@@ -15,9 +15,7 @@ def _layer(layer: Any) -> tuple[Residual, ...]:
     options = {"dropout": 0.0, "scaling": module.scaling, "sliding_window": getattr(config, "sliding_window", None)}
     rotated = int(dim * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
     attended = SelfAttention(module, query, key, value, whole(module.o_proj), options, Rope("", rotated))
-    inner = mlp.down_proj.in_features
-    gate, up = split(mlp.gate_up_proj, inner, inner)
-    feeding = Mlp(mlp, gate, up, whole(mlp.down_proj), mlp.activation_fn)
+    feeding = gated_at_once(mlp, mlp.gate_up_proj, mlp.down_proj, mlp.activation_fn)
     return Residual(attended, Norm(layer.input_layernorm)), Residual(feeding, Norm(layer.post_attention_layernorm))
 
 

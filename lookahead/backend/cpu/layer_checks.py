@@ -1,0 +1,149 @@
+"""Whether fused layers compute what the layers themselves do, compared once for each class, code and sizes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lookahead.backend.cpu.layer_jobs import DeclaredLayer, LayerJobs, activation_of
+from lookahead.backend.cpu.routing import Routing, called
+from lookahead.errors import with_place
+from lookahead.kernels import layer_ops
+from lookahead.kernels.jobs import run
+from lookahead.model.facts import experts_name
+from lookahead.model.families.operations import ClampedGlu, Experts, Product
+from lookahead.model.known_code import arithmetic_flags
+
+Fused = Callable[..., Tensor]
+"""The fused form of a declared layer, for its hidden states and its cosines and sines."""
+
+_ROWS = 32  # rows whose mean squares are compared
+_TOLERANCE = 1e-4  # in float32, relative to the largest output
+
+_log = logging.getLogger(__name__)
+_probed: dict[Any, bool] = {}
+
+
+def is_right(layer: DeclaredLayer, code: int, fused: Fused) -> bool:
+    """Whether a fused layer computes the same as the layer itself; compared once per class, code and sizes."""
+    rope = layer.attention.rope
+    kind = (
+        type(layer.module), code, arithmetic_flags(),
+        layer.attention.module.head_dim, layer.norms[0].weight.dtype, torch.get_num_threads(), rope and rope[1:],
+        *((norm.weight.shape, norm.eps, norm.kind) for norm in layer.norms),
+        *(residual.factor for residual in layer.residuals),
+        *(
+            (type(linear), type(weight), weight.dtype, weight.shape, getattr(parameters.get("bias"), "dtype", None))
+            for linear in layer.linears
+            for parameters in (linear._parameters,)
+            for weight in (parameters["weight"],)
+        ),
+        *map(type, layer.activations),
+        *_kind_of(layer.experts),
+    )  # fmt: skip
+    if kind not in _probed:
+        _probed[kind] = _computes_the_same(layer, fused) and all(
+            keeps_means(norm.weight.dtype, len(norm.weight)) for norm in layer.norms
+        )
+    return _probed[kind]
+
+
+def _kind_of(part: Experts | None) -> Iterator[Any]:
+    """What decides in which order a mixture adds, and of how many numbers."""
+    if part is not None:
+        yield from (part.chosen, part.is_wide, len(part.gates), *(tensor.shape for tensor in part.tensors))
+        yield part.activation if isinstance(part.activation, ClampedGlu) else None
+        # It may be set between two calls: one adds by the numbers of the experts, others as they were chosen.
+        yield experts_name(getattr(part.experts, "config", None))
+
+
+class _RowsAlone(LayerJobs):
+    """Jobs whose linear layers multiply each row alone."""
+
+    def products(self, products: Sequence[Product], x: Tensor, outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        parts = [super(_RowsAlone, self).products(products, row, ()) for row in x.split(1, 1)]
+        return [torch.cat(rows, 1) for rows in zip(*parts, strict=True)]
+
+
+def _random(source: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=source, dtype=torch.float32, device="cpu")
+
+
+def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
+    """Compare a layer, its norms and its rotation with their fused forms on two rows of three tokens."""
+    dim, rope = layer.attention.module.head_dim, layer.attention.rope
+    dtype, source = layer.norms[0].weight.dtype, torch.Generator().manual_seed(0)
+    size = layer.attention.query.module.in_features
+    x = _random(source, 2, 3, size).to(dtype)
+    angles = _random(source, 2, 3, dim if rope is None else rope.size // (2 if rope.shares else 1))
+    query, key = (_random(source, 2, 3, heads, dim).to(dtype) for heads in (2, 1))
+    of_angles = torch.float32 if rope is not None and rope.is_wide else dtype
+    places = angles.cos().to(of_angles), angles.sin().to(of_angles)
+    rotate = vars(sys.modules[layer.family.file])["apply_rotary_pos_emb"]
+    try:
+        pairs = _mixed(layer, source) if layer.experts else []
+        # By its own code a mixture has other bits for several rows than for one.
+        first = (slice(1), slice(1)) if layer.experts else (slice(2), slice(3))
+        some, cos, sin = (tensor[first].contiguous() for tensor in (x, *places))
+        own = type(layer.module).forward(layer.module, some, position_embeddings=(cos, sin))
+        pairs.append((own, fused(layer, some, (cos, sin))))
+        if rope is not None:
+            rotated = rotate(query, key, *places, unsqueeze_dim=2)
+            run(layer_ops.rotation(query, key, *places, dim, rope.size, are_neighbours=rope.are_neighbours))
+            pairs += zip(rotated, (query, key), strict=True)
+        for norm in layer.norms:
+            states = _random(source, 6, len(norm.weight)).to(dtype)
+            normed = torch.empty_like(states)
+            run(layer_ops.norm(states, norm.weight, normed, norm.eps, kind=norm.kind))
+            pairs.append((type(norm.module).forward(norm.module, states), normed))
+    except (RuntimeError, TypeError, ValueError) as error:  # e.g. an unknown transformers version or an unusual weight
+        _log.warning("layers of %s are not fused: %s", type(layer.module).__name__, with_place(error))
+        return False
+    if dtype == torch.bfloat16:
+        kinds = {type(activation) for activation in layer.activations if isinstance(activation, nn.Module)}
+        return all(torch.equal(*pair) for pair in pairs) and all(map(keeps_activation, kinds))  # type: ignore[arg-type]
+    return all(bool((own - ours).abs().max() <= _TOLERANCE * own.abs().max()) for own, ours in pairs)
+
+
+def _mixed(layer: DeclaredLayer, source: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """The results of a mixture for some rows, each alone by its own code, and all of them by the kernels."""
+    part = layer.experts
+    assert part is not None
+    x = _random(source, 1, _ROWS, part.weights[0].shape[-1]).to(part.weights[0].dtype)
+    own = torch.cat([called(part, row) for row in x.split(1, 1)], 1)
+    nothing: Any = None  # a mixture does not attend
+    jobs = _RowsAlone(
+        lambda name, size: x.new_empty(1, _ROWS, size), {}, None, {}, nothing,
+        lambda part: Routing(part, _ROWS, x.dtype),
+    )  # fmt: skip
+    jobs.mixture = layer.mixture()
+    fused = jobs.mixed(part, x)
+    jobs.run()
+    return [(own, fused)]
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode()
+def keeps_means(dtype: torch.dtype, size: int) -> bool:
+    """Whether the kernel sums squares in torch's order, which the bits of a bfloat16 norm seldom show."""
+    x = _random(torch.Generator().manual_seed(0), _ROWS, size).to(dtype)
+    means = torch.empty(_ROWS, dtype=torch.float32, device="cpu")
+    run(layer_ops.norm(x, x[0], torch.empty_like(x), 0.0, means=means))
+    return torch.equal(means, x.float().pow(2).mean(-1)) or dtype != torch.bfloat16
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode()
+def keeps_activation(kind: Any) -> bool:
+    """Whether the kernel has torch's bits for every bfloat16 value."""
+    x = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    module = kind()
+    own, fused = module(x), x.clone()
+    run(layer_ops.gating(fused, torch.ones_like(x), *activation_of(module, x.dtype)))
+    return torch.equal(own.isnan(), fused.isnan()) and torch.equal(own.nan_to_num(0), fused.nan_to_num(0))

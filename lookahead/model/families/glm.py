@@ -1,0 +1,55 @@
+"""GLM 4, ERNIE 4.5 and Helium: pairs of a rotary embedding are neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lookahead.model.families.operations import WIDE, Family, Norm, Residual, Rope, attention, gated, gated_at_once
+
+
+def _rope(layer: Any, *, is_wide: bool = False) -> Rope:
+    module = layer.self_attn
+    share = (getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
+    return Rope("", int(module.head_dim * share), is_wide=is_wide, are_neighbours=True)
+
+
+def _glm(layer: Any) -> tuple[Residual, ...]:
+    mlp = layer.mlp
+    return (
+        Residual(attention(layer.self_attn, rope=_rope(layer)), Norm(layer.input_layernorm)),
+        Residual(
+            gated_at_once(mlp, mlp.gate_up_proj, mlp.down_proj, mlp.activation_fn), Norm(layer.post_attention_layernorm)
+        ),
+    )
+
+
+def _glm4(layer: Any) -> tuple[Residual, ...]:
+    attended, fed = _glm(layer)
+    after = Norm(layer.post_self_attn_layernorm), Norm(layer.post_mlp_layernorm)
+    return attended._replace(after=after[0]), fed._replace(after=after[1])
+
+
+def _ernie(layer: Any) -> tuple[Residual, ...]:
+    return (
+        Residual(attention(layer.self_attn, rope=_rope(layer, is_wide=True)), Norm(layer.input_layernorm)),
+        Residual(gated(layer.mlp), Norm(layer.post_attention_layernorm)),
+    )
+
+
+def _wide(module: Any) -> Norm:
+    return Norm(module, WIDE)
+
+
+def _helium(layer: Any) -> tuple[Residual, ...]:
+    return (
+        Residual(attention(layer.self_attn, rope=_rope(layer)), _wide(layer.input_layernorm)),
+        Residual(gated(layer.mlp), _wide(layer.post_attention_layernorm)),
+    )
+
+
+FAMILIES = (
+    Family("glm", "Glm", _glm),
+    Family("glm4", "Glm4", _glm4),
+    Family("ernie4_5", "Ernie4_5", _ernie),
+    Family("helium", "Helium", _helium, _wide),
+)
