@@ -8,11 +8,12 @@ import numpy as np
 
 from lookahead.kernels.microkernel import LANES, ROWS, tile_of
 from lookahead.kernels.scalars import jit_part, widen
-from lookahead.kernels.shuffles import transpose, transpose_fourths
+from lookahead.kernels.shuffles import pair_rows, transpose, transpose_fourths
 from lookahead.kernels.weighted_sums import BLOCK, COLUMNS, FEW, HAS_PAIRS, LINE, SIZES, TOGETHER
 
 STEP = BLOCK + LANES
 """Elements from one dimension of the transposed keys to the next."""
+_AHEAD = 96  # keys from one that is read to the one prefetched: those of a head are too far apart for the CPU to expect
 _PARTS = 4  # partial sums of a score
 _FOURTHS = 2 * _PARTS  # numbers that hold one pair of each part
 _F = np.float32
@@ -54,20 +55,20 @@ def load_block(keys, words, values, begin, size, head, transposed, block, is_hal
 
 @jit_part
 def _load_pairs(keys, words, values, begin, size, head, transposed, block):
-    heads, count = words.shape[1:]
-    step, part, whole = heads * count, keys.shape[2] // _FOURTHS, size // LANES * LANES
-    together = count // LANES * LANES
+    slots, heads, dim = values.shape
+    step, count, part, whole = heads * dim, dim // 2, dim // _FOURTHS, size // LANES * LANES
+    ahead, together = _AHEAD * step, count // LANES * LANES
+    flat, places = values.reshape(slots * step), block.reshape(block.size)
     for slot in range(0, size // TOGETHER * TOGETHER, TOGETHER):
         for i in range(2):
-            first, third = values[begin + slot + i, head], values[begin + slot + i + 2, head]
-            to = block[slot // 2 + i]
-            for at in range(len(to)):
-                to[at] = np.int32(first[at]) | (np.int32(third[at]) << np.int32(16))
+            first, to = (begin + slot + i) * step + head * dim, (slot // 2 + i) * dim
+            for at in range(0, dim, LANES):
+                pair_rows((flat, first + at, 2 * step, ahead), (places, to + at))
     for slot in range(0, whole, LANES):
-        at = (begin + slot) * step + head * count
+        at = (begin + slot) * heads * count + head * count
         for word in range(0, together, LANES):
             to = 2 * word // _FOURTHS * STEP + slot
-            transpose_fourths((words, at + word, step), (transposed, to, STEP, part * STEP))
+            transpose_fourths((words, at + word, heads * count, ahead // 2), (transposed, to, STEP, part * STEP))
     for slot in range(0 if 2 * together < keys.shape[2] else whole, size):
         first = 2 * together if slot < whole else 0
         pair_fourths(keys[begin + slot, head], first, transposed[:, slot])

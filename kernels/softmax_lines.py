@@ -32,24 +32,24 @@ def _words(number: int) -> Any:
 
 
 @to_intrinsic
-def peak_of(context: Any, line: Any, count: Any, peak: Any) -> Any:
-    """The maximum of `peak` and of `count` registers from an index of an array of float32 on; NaN does not count."""
+def peak_of(context: Any, line: Any, peak: Any) -> Any:
+    """The maximum of `peak` and of scores: an array, the first's index, and how many registers; NaN does not count."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        ((line, at),) = matrices_of(target, builder, signature, values[:1])
+        ((line, at, count),) = matrices_of(target, builder, signature, values[:1])
 
         def more(turn: Any, peaks: list[Any]) -> list[Any]:
             return [_larger(builder, peaks[0], builder.load(_at(builder, line, at, turn), align=4))]
 
-        (peaks,) = emit_loop(builder, values[1], [spread(builder, values[2])], more)
+        (peaks,) = emit_loop(builder, count, [spread(builder, values[1])], more)
         return _by_halves(builder, peaks, _larger)
 
-    return types.float32(line, count, peak), emit
+    return types.float32(line, peak), emit
 
 
 @to_intrinsic
-def weigh_line(context: Any, line: Any, pairs: Any, count: Any, peak: Any) -> Any:
-    """Replace `count` registers of scores from an index on by weights in bfloat16; returns the sum of float32 weights.
+def weigh_line(context: Any, line: Any, pairs: Any, peak: Any) -> Any:
+    """Replace scores, as in `peak_of`, by weights in bfloat16; returns the sum of the float32 weights.
 
     Every two registers of weights are also stored as in `pair_weights`, from another index on.
 
@@ -57,8 +57,8 @@ def weigh_line(context: Any, line: Any, pairs: Any, count: Any, peak: Any) -> An
     """
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        (line, at), (pairs, to) = matrices_of(target, builder, signature, values[:2])
-        peaks, one = spread(builder, values[3]), WHOLE(1)
+        (line, at, count), (pairs, to) = matrices_of(target, builder, signature, values[:2])
+        peaks, one = spread(builder, values[2]), WHOLE(1)
 
         def weigh(place: Any, total: Any) -> tuple[Any, Any]:
             weight = _weight(builder, builder.fsub(builder.load(place, align=4), peaks))
@@ -72,19 +72,19 @@ def weigh_line(context: Any, line: Any, pairs: Any, count: Any, peak: Any) -> An
         def weigh_two(turn: Any, totals: list[Any]) -> list[Any]:
             first = builder.shl(turn, one)
             places = [_at(builder, line, at, each) for each in (first, builder.add(first, one))]
-            both, totals = zip(*map(weigh, places, totals), strict=True)
-            builder.store(paired(builder, *both), _at(builder, pairs, to, turn, PAIRS), align=4)
-            return list(totals)
+            (first, total), (second, other) = map(weigh, places, totals)
+            builder.store(paired(builder, first, second), _at(builder, pairs, to, turn, PAIRS), align=4)
+            return [total, other]
 
         def weigh_last(_: Any, totals: list[Any]) -> list[Any]:
-            place = _at(builder, line, at, builder.sub(values[2], one))
+            place = _at(builder, line, at, builder.sub(count, one))
             return [weigh(place, totals[0])[1], totals[1]]
 
-        totals = emit_loop(builder, builder.lshr(values[2], one), [_floats(0.0)] * 2, weigh_two)
-        totals = emit_loop(builder, builder.and_(values[2], one), totals, weigh_last)
+        totals = emit_loop(builder, builder.lshr(count, one), [_floats(0.0)] * 2, weigh_two)
+        totals = emit_loop(builder, builder.and_(count, one), totals, weigh_last)
         return _by_halves(builder, builder.fadd(*totals), lambda builder, *some: builder.fadd(*some))
 
-    return types.float32(line, pairs, count, peak), emit
+    return types.float32(line, pairs, peak), emit
 
 
 def _weight(builder: Any, shifted: Any) -> Any:

@@ -31,9 +31,9 @@ _F = np.float32
 
 _fours_of_one: Any = tile_of(1, "fours", rows=SIZES)
 _fours_of_two: Any = tile_of(2, "fours", rows=SIZES)
-_pairs_of_one, _pairs_of_two, _pairs_of_four = (
-    tile_of(registers, "pairs", rows=[FEW]) if HAS_PAIRS else None for registers in (1, 2, 4)
-)
+_pairs_of_one: Any = tile_of(1, "pairs", rows=[FEW]) if HAS_PAIRS else None
+_pairs_of_two: Any = tile_of(2, "pairs", rows=[FEW]) if HAS_PAIRS else None
+_pairs_of_four: Any = tile_of(4, "pairs", rows=[FEW]) if HAS_PAIRS else None
 _sums_of_one: Any = tile_of(1, "sums", rows=SIZES)
 _sums_of_two: Any = tile_of(2, "sums", rows=SIZES)
 
@@ -56,7 +56,7 @@ def weigh_more(scores, size, row, begin, is_half, peaks, totals, sums):
 def _weigh(scores, size, peak, is_half):
     """Replace scores by weights; returns the maximum of scores and `peak`, and the sum of the weights."""
     registers = size // LANES
-    peak = peak_of((scores, 0), registers, peak)
+    peak = peak_of((scores, 0, registers), peak)
     for i in range(registers * LANES, size):
         peak = max(peak, scores[i])
     return peak, _weigh_halves(scores, size, peak) if is_half else _weigh_floats(scores, size, peak)
@@ -76,7 +76,7 @@ def _weigh_floats(scores, size, peak):
 def _weigh_halves(scores, size, peak):
     """Weights are rounded to bfloat16 after summation, and also stored as pairs from index `BLOCK` on."""
     registers, bits = size // LANES, scores.view(np.int32)
-    total = weigh_line((scores, 0), (bits, BLOCK), registers, peak)
+    total = weigh_line((scores, 0, registers), (bits, BLOCK), peak)
     for i in range(registers * LANES, size):
         weight = _F(math.exp(scores[i] - peak))
         total += weight
