@@ -42,9 +42,9 @@ def _counts(dtype: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_way_to_the_first_token_is_short(dtype: str) -> None:
     way, _ = _counts(dtype)
-    assert way["functions"] <= 246, f"\n{way['path']}"
-    assert way["files"] <= 53, f"\n{way['path']}"
-    assert way["calls"] <= 3000, f"\n{way['path']}"
+    assert way["functions"] <= 194, f"\n{way['path']}"
+    assert way["files"] <= 50, f"\n{way['path']}"
+    assert way["calls"] <= 2450, f"\n{way['path']}"
     assert way["climbs"] <= 2, f"\n{way['path']}"
 
 

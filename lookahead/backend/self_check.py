@@ -23,10 +23,7 @@ from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
 from lookahead.model.facts import (
-    attention_name,
-    calls_registered_attention,
     decoder_vocabulary,
-    input_device,
 )
 from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import plan_of, state_of
@@ -102,14 +99,14 @@ def serves_experts(model: PreTrainedModel) -> bool:
 
 def may_keep_bits(model: PreTrainedModel) -> bool:
     """Whether comparing bits of a model's passes is worthwhile: half precision on a CPU, without autocast."""
-    config: Any = model.config.get_text_config()
+    plan = plan_of(model)
     return (
         model.dtype in TOLERANCE
-        and input_device(model).type == "cpu"
-        and calls_registered_attention(model)
-        and attention_name(config) in ("sdpa", "eager")
+        and plan.device.type == "cpu"
+        and plan.registers_attention
+        and plan.attention in ("sdpa", "eager")
         # Masks of chunks change the order of summation.
-        and not getattr(config, "attention_chunk_size", None)
+        and not getattr(model.config.get_text_config(), "attention_chunk_size", None)
         and not torch.is_autocast_enabled("cpu")
     )
 

@@ -20,8 +20,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
 from lookahead.kernels.topk import Scores, read_scores
 from lookahead.model.cache import RowCopy
-from lookahead.model.facts import processes_of
-from lookahead.model.model_state import state_of
+from lookahead.model.model_state import plan_of, state_of
 from lookahead.model.tensor_parallel import tensor_parallel_group
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.ngram.successors import TOP
@@ -70,7 +69,7 @@ class Engine:
         self._on_prefill: OnPrefill | None = None
         self._config, self._call = config, call
         self._tp_group = (
-            tensor_parallel_group(call.model) if processes_of(call.model) > 1 else None
+            tensor_parallel_group(call.model) if plan_of(call.model).processes > 1 else None
         )  # only the leading process has proposers and a controller
         # Proposers and controller may share learned state with engines on other threads. Passes and verification run
         # without the lock, so threads that share a model decode in parallel.
