@@ -57,7 +57,7 @@ def _kernels_agree(model: PreTrainedModel, shape: Shape) -> bool:
     try:
         with backend.serving():
             backend.read([np.array([first], np.int32)])
-            backend.commit(0, _ROOT)
+            backend.cache.commit(0, _ROOT)
             logits = backend.score([tree])[0, -2]
         path = [first, *(drafted[node] for node in _path_to(tree, len(drafted) - 2))]
         if agree(model, logits, step_logits(model, path[:1], path[1:])):
@@ -148,9 +148,9 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
     backend = CpuBackend(model, rows=1, capacity=64, make_inputs=make_inputs)
     with backend.serving():
         backend.read([prompt])
-        backend.commit(0, _ROOT)
+        backend.cache.commit(0, _ROOT)
         scores = backend.score([tree], BitPolicy.SOLO)[0]
-        backend.commit(0, np.array([*range(fork + 1), branch], np.int32))
+        backend.cache.commit(0, np.array([*range(fork + 1), branch], np.int32))
         behind = backend.score([TokenTree.root(int(prompt[0]))], BitPolicy.SOLO)[0, 0]
     own_pass(model, prompt, past, 0, inputs)
     steps = [(tree.tokens[node : node + 1], node, scores[node]) for node in range(_LONGEST + 1)]

@@ -60,6 +60,7 @@ class RequestPlan:
         reason: Why transformers decodes the call, for a warning; empty if there is nothing to report.
         is_refused: Whether `reason` is an error, since the given configuration names proposers.
         predictions: The expected output of every prompt; empty for none.
+        keeps_cache: Whether the caller gets the cache.
         generator: Draws the tokens of sampled rows; None for torch's global generator, whose draws depend on the order
             of calls, so these rows are decoded alone.
     """
@@ -74,6 +75,7 @@ class RequestPlan:
     reason: str = ""
     is_refused: bool = False
     predictions: Sequence[Sequence[IntArray]] = ()
+    keeps_cache: bool = False
     generator: torch.Generator | None = None
 
     @property
@@ -91,12 +93,6 @@ class RequestPlan:
             given["trusted"] = self.common.config.trust_user_code
             return support.support_of(self.call.model, **given).shape == "trees"
         return self.shape == "trees"
-
-    @property
-    def keeps_cache(self) -> bool:
-        """Whether the caller gets the cache."""
-        past = cache_in(self.call.model_kwargs)
-        return validation.is_cache_returned(past, self.call.generation_config)
 
     def rows(self) -> list[Row]:
         """The rows of an engine, one for each prompt."""
@@ -210,17 +206,19 @@ def plan_request(
     # transformers masks the empty slots of a static cache; without a cache, or with a prefill in parts, its products
     # have other row counts. Either way the bits differ from decoding one token at a time.
     is_static = isinstance(getattr(past, "self_attention_cache", past), StaticCache)
+    keeps_cache = validation.is_cache_returned(past, generation_config)
     common = Common(
         model=model,
         config=config,
         tokenizer=tokenizer,
         memory=memory,
-        keep_cache=validation.is_cache_returned(past, generation_config) or tokens_in(past) > 0,
+        keep_cache=keeps_cache or tokens_in(past) > 0,
         is_rounded=is_static or validation.reads_otherwise(generation_config),
     )
     if lengths is None:
         lengths = validation.prompt_lengths(model, call.input_ids, call.model_kwargs)
-    plan = RequestPlan(call=call, common=common, context=context, lengths=lengths, stopping=stopping)
+    given = {"lengths": lengths, "stopping": stopping, "keeps_cache": keeps_cache}
+    plan = RequestPlan(call=call, common=common, context=context, **given)
     if reason := unserved_reason(call) or lacking:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
     if stopping.max_length <= call.input_ids.shape[1] + 1:

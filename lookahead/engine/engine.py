@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -97,10 +96,8 @@ class Engine:
         self.cache = backend.cache
         self.cache.slots.active = 0  # rows join in `admit`; their KV stays
         self.reads_alone = backend.reads_alone(policy)
-
-    def serving(self) -> AbstractContextManager[None]:
-        """Keep the model in service for a block, for a loop over `run` without pauses."""
-        return self._backend.serving()
+        self.serving = backend.serving
+        """Keeps the model in service for a block, for a loop over `run` without pauses."""
 
     def report(self) -> BackendReport:
         """The paths that serve the parts of the model, and why faster ones do not."""
@@ -305,7 +302,7 @@ class Engine:
             if result.error is not None:
                 self.cache.wipe(i)
             else:
-                self._backend.commit(i, result.path)
+                self.cache.commit(i, result.path)
                 self._rows[i].count(draft, result, self.sources)
         return results
 

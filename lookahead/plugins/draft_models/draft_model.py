@@ -222,7 +222,7 @@ class ModelProposer(BatchProposer):
         tree, state.tree = state.tree, None
         if tree is not None and self._backend is not None:
             with torch.inference_mode():
-                self._backend.commit(self._slots.index(row), tree.learn(self._rates, feedback.tokens))
+                self._backend.cache.commit(self._slots.index(row), tree.learn(self._rates, feedback.tokens))
         state.ids = np.append(state.ids, feedback.tokens)
 
     def finish(self, row: int) -> None:
