@@ -208,8 +208,10 @@ def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tens
     own = weight if type(layer) is nn.Linear else weight.T
     if mode is None or x.dtype != own.dtype or rows == 0:
         return by_torch(x, own, bias)
-    # All larger numbers of rows are alike, and so are all of a prompt in half precision.
-    alike = 0 if mode.is_prompt and own.dtype != torch.float32 else min(rows, _MAX_PACKED_ROWS + 1)
+    # What `_find` asks about the number of rows.
+    alike = 0 if mode.is_prompt else min(rows, _MAX_PACKED_ROWS + 1)
+    if own.dtype == torch.float32:
+        alike = mode.fewest <= rows <= _MAX_PACKED_ROWS
     key, version = (mode, torch.get_num_threads(), alike), -1
     if not weight.is_inference():
         version = weight._version
