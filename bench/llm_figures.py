@@ -20,6 +20,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "outputs alone": {"proposers": ("outputs",)},
     "window": {"window": "auto"},
     "no drafts": {"proposers": ()},
+    "self": {"proposers": ("prompt", "outputs", "recycled", "self")},
 }
 LOOKUPS = {f"prompt lookup {length}": length for length in (3, 10, 20)}
 CLOCKS = ("cpu", "wall")

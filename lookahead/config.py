@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi")
+PROPOSERS = ("prompt", "outputs", "corpus", "recycled", "jacobi", "self")
 ACCEPTANCES = {
     "exact": "the tokens of the target",
     "rejection": "other tokens of the same distribution",
@@ -67,8 +67,9 @@ class LookaheadConfig:
     Attributes:
         proposers: Names of the proposers: `"prompt"` (n-grams of the prompt and the output so far), `"outputs"`
             (n-grams of earlier requests, their outputs and the other rows of the call), `"corpus"` (n-grams of a pool
-            file), `"recycled"` (the target's most likely tokens after the same context) and `"jacobi"` (the lookahead
-            branch). A custom proposer is any callable, such as a class, that takes a `lookahead.drafting.proposal.Call`
+            file), `"recycled"` (the target's most likely tokens after the same context), `"jacobi"` (the lookahead
+            branch) and `"self"` (a copy of the model with weights of 4 bits, made at the first call). A custom proposer
+            is any callable, such as a class, that takes a `lookahead.drafting.proposal.Call`
             and returns a `Proposer`. Empty means plain decoding.
         pool: Path of a pool file, made by `lookahead pool build`, to draft from. It adds `"corpus"` to the proposers.
         draft: `"auto"` drafts only nodes that pay for themselves at the measured cost of a step; `"fixed"` drafts all
@@ -145,7 +146,7 @@ class LookaheadConfig:
             value = getattr(self, name)
             if not any(value == each and isinstance(value, type(each)) for each in allowed):  # 1 is not True
                 raise ConfigError(f"{name} must be {' or '.join(map(str, allowed))}, got {value!r}")
-        names = [proposer for proposer in proposers if isinstance(proposer, str)]
+        names = [proposer for proposer in proposers if isinstance(proposer, str) and proposer != "self"]
         if names and self.acceptance == "rejection":
             raise ConfigError(
                 f"acceptance='rejection' takes proposers that draw, such as DraftModel(...), and {names[0]!r} does "
@@ -274,7 +275,3 @@ def check_whole(name: str, value: Any, least: int, most: int | None = None, *, i
     if not is_whole or value < least or (most is not None and value > most):
         span = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ConfigError(f"{name} must be {instead}a whole number {span}, got {value!r}")
-
-
-DEFAULTS = LookaheadConfig()
-"""The options of a call without a configuration."""

@@ -251,7 +251,7 @@ def test_what_goes_wrong_within_a_document_is_that_document_s_alone(summarize, m
         (["a.txt", "--max-nodes", "0"], "max_nodes must be a whole number from 1 to 512, got 0"),
         (
             ["a.txt", "--proposers", "magic"],
-            "proposers must be of prompt, outputs, corpus, recycled, jacobi, got 'magic'",
+            "proposers must be of prompt, outputs, corpus, recycled, jacobi, self, got 'magic'",
         ),
         (["a.txt", "-o", "."], "output . is a directory"),
         (["a.txt", "-o", "gone/out.jsonl"], "there is no directory gone"),

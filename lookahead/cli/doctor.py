@@ -100,6 +100,8 @@ def _model_lines(model: dict[str, Any], bytes_per_s: float) -> Iterator[str]:
     yield f"  weights: {decimal(weights)}, read in {1e3 * weights / bytes_per_s:.2f} ms at best; {packed}"
     if model["resident"] is not None:
         yield f"  memory of this process: {decimal(model['resident'])}"
+    copied = model["self_draft"]
+    yield f"  {copied['reason'] or 'the copy of --self-draft would take ' + decimal(copied['bytes'])}"
     for each in model["products"]:
         by = _PRODUCTS[each["product"]]
         yield f"  {each['layers']} linear layers of {each['outputs']} x {each['inputs']}: {by}"

@@ -97,7 +97,10 @@ class DraftingOptions:
 
     proposers: str = option(
         ",".join(map(str, LookaheadConfig().proposers)),
-        "Sources of drafts: any of prompt, outputs, corpus, recycled, jacobi; or none.",
+        "Sources of drafts: any of prompt, outputs, corpus, recycled, jacobi, self; or none.",
+    )
+    self_draft: bool = option(
+        False, "Draft with a copy of the model with 4-bit weights too, on a CPU: for text that repeats nothing."
     )
     pool: str | None = option(None, "Draft from a corpus too, made by 'lookahead pool build'.", metavar="FILE")
     memory: str | None = option(
@@ -120,6 +123,8 @@ class DraftingOptions:
     def config(self) -> LookaheadConfig | None:
         """The configuration, checked; `None` for defaults alone, with which any model is decoded, if only plainly."""
         sources: list[Any] = [] if self.proposers == "none" else [name.strip() for name in self.proposers.split(",")]
+        if self.self_draft and "self" not in sources:
+            sources.append("self")
         if self.heads is not None:
             if (quantize := getattr(self, "quantize", None)) is not None:
                 raise ConfigError(f"heads draft for a model that is not quantized, got --quantize {quantize}")

@@ -20,6 +20,7 @@ from lookahead.backend.calibration import measure_machine
 from lookahead.backend.cpu.product_bits import linear_layers, matrix_of
 from lookahead.decoding.comparison import PROMPTS, compare
 from lookahead.decoding.path_report import backend_report
+from lookahead.errors import ProposerError
 from lookahead.kernels import scalars
 from lookahead.kernels.microkernel import FEATURES
 from lookahead.loading.loading import LoadedModel
@@ -28,6 +29,7 @@ from lookahead.model.model_state import state_of
 from lookahead.model.private_names import missing_names
 from lookahead.ngram import search
 from lookahead.utils.machine import processor
+from lookahead.utils.seams import plugin_for
 
 Facts = dict[str, Any]
 """JSON-ready facts. Sizes are in bytes. Unknown values are None."""
@@ -149,10 +151,19 @@ def model_facts(loaded: LoadedModel) -> Facts:
         "resident": _resident_bytes(),
         "products": _products(model),
         "packed_weights": sum(linear.nbytes for linear in state_of(model).linears.values()),
+        "self_draft": _self_draft(model),
         "report": asdict(backend_report(model)),
         "problems": state_of(model).problems,
         "speed": speed,
     }
+
+
+def _self_draft(model: Any) -> Facts:
+    """The memory of a copy that drafts for the model, or why there can be none."""
+    try:
+        return {"bytes": plugin_for("proposer", "self").bytes_for(model), "reason": ""}
+    except ProposerError as error:
+        return {"bytes": 0, "reason": str(error)}
 
 
 def _products(model: Any) -> list[Facts]:

@@ -6,6 +6,8 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import numpy as np
+
 REFILL = 0.01  # share of time that drafting may lose in the long run
 SOURCE_REFILL = 0.005  # share of tokens that one source may lose in the long run
 START = 2.0  # initial balance; in plain steps, or in tokens per row for one source
@@ -63,6 +65,20 @@ class PassTimes:
 
     draft: Ema = field(default_factory=lambda: Ema(_PASS_RATE))  # one pass of the drafting model over new nodes
     target: Ema = field(default_factory=lambda: Ema(_PASS_RATE))  # from the end of drafting to the end of the step
+    agreement: Ema = field(
+        default_factory=lambda: Ema(0.02, value=0.8, count=5)
+    )  # of first choices: 1 if right, else 0
+
+    is_warm: bool = False  # whether the drafting model has run
+
+    def beats(self, tokens: float, depth: int) -> bool:
+        """Whether some draft of at most `depth` passes gives more tokens per second than a step that gives `tokens`."""
+        if not (self.target.value and self.draft.value):
+            return True
+        passes = np.arange(1, depth + 1)
+        expected = 1.0 + (self.agreement.value**passes).cumsum()
+        rates = expected / (self.target.value + self.draft.value * passes)
+        return bool(rates.max() * self.target.value > tokens)
 
     def pays(self, tokens: float, gain: float, spent: float) -> bool:
         """Whether a further pass, expected to add `gain` to `tokens`, raises the tokens per second.
@@ -190,15 +206,15 @@ class DraftingBudget:
 
     Example:
         >>> budget = DraftingBudget()
-        >>> budget.record_plain(rows=1), budget.prices(rows=1)
-        (True, (0.05, 4.01))
+        >>> budget.record_plain(rows=1), budget.proposes(rows=1)
+        (True, True)
         >>> for _ in range(3):  # a draft that doubles the time of a step, for no token
         ...     budget.record(1, drafted=True, tokens=1.0, forward=2.0, usual=2.0, proposing=0.05)
-        >>> budget.prices(rows=1), budget.verifies(1, speedup=1.1), budget.verifies(1, speedup=1.3)
-        (None, False, True)
+        >>> budget.proposes(rows=1), budget.verifies(1, speedup=1.1), budget.verifies(1, speedup=1.3)
+        (False, False, True)
         >>> budget.begin_output()
-        >>> budget.record_plain(rows=1), [round(price, 3) for price in budget.prices(rows=1)]
-        (True, [0.05, 3.01])
+        >>> tuple(round(price, 3) for price in budget.prices(rows=1))
+        (0.05, 3.0)
     """
 
     def __init__(self) -> None:
@@ -210,15 +226,14 @@ class DraftingBudget:
             least, most = _LATER_START
             state.budget.balance = max(least, min(most, state.budget.balance))
 
-    def prices(self, rows: int) -> tuple[float, float] | None:
-        """The cost of calling the proposers before the next step, and the most that one draft may lose, in plain steps.
-
-        None if they are not called.
-        """
+    def proposes(self, rows: int) -> bool:
+        """Whether the proposers are called before the next step."""
         state = self._state_of(rows)
-        budget = state.budget
-        if state.since_plain >= state.probe_after or not budget.affords:
-            return None
+        return state.since_plain < state.probe_after and state.budget.affords
+
+    def prices(self, rows: int) -> tuple[float, float]:
+        """The cost of calling the proposers, and the most that one draft may lose, in plain steps."""
+        budget = self._state_of(rows).budget
         return budget.price.value, budget.balance + OVERDRAFT
 
     def verifies(self, rows: int, speedup: float, at_risk: float = 0.0) -> bool:

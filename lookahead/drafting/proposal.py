@@ -179,6 +179,9 @@ class Proposer(Protocol):
             `output_hidden_states` of transformers: 0 is the embeddings, 1 the output of the first layer, and -1 the
             output of the last, which the LM head reads.
         reads_inputs: Whether it reads `Call.inputs` by itself: `start` then gets only what the target's decoder wrote.
+        reads_offers: Whether `propose_batch` takes the proposals of earlier proposers as a third argument, by proposer
+            and row.
+        shares_cache: Whether `share_cache` is called before any row starts; it then gets every row of every step.
 
     Example:
         >>> class Repeat(Proposer):
@@ -200,6 +203,12 @@ class Proposer(Protocol):
     needs_top: bool = False
     hidden_layers: tuple[int, ...] = ()
     reads_inputs: bool = False
+    reads_offers: bool = False
+    shares_cache: bool = False
+
+    def share_cache(self, cache: Any) -> None:
+        """Receive the `TreeCache` of the target, whose slots after the committed tokens may be written to draft."""
+        return None
 
     def start(self, row: int, prompt: IntArray) -> None:
         """Begin a new row; `prompt` (int32 `[tokens]`, at least one) ends with the first root."""
@@ -248,8 +257,10 @@ class BatchProposer(Proposer, Protocol):
 ProposerFactory = Callable[[Call], Proposer]
 
 
-def batch_propose_fn(proposer: Proposer) -> Callable[[Sequence[int], int], Sequence[Proposal | None]]:
+def batch_propose_fn(proposer: Proposer) -> Callable[..., Sequence[Proposal | None]]:
     """A function that calls a proposer for several rows, in one batch if it supports that.
+
+    With `reads_offers` it takes the earlier proposals as a third argument.
 
     Example:
         >>> class Silent(Proposer):
@@ -259,5 +270,5 @@ def batch_propose_fn(proposer: Proposer) -> Callable[[Sequence[int], int], Seque
         [None, None]
     """
     if callable(propose_batch := getattr(proposer, "propose_batch", None)):
-        return cast(Callable[[Sequence[int], int], Sequence[Proposal | None]], propose_batch)
+        return cast(Callable[..., Sequence[Proposal | None]], propose_batch)
     return lambda rows, max_nodes: [proposer.propose(row, max_nodes) for row in rows]

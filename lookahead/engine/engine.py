@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,8 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
 from lookahead.kernels.topk import Scores, read_scores
 from lookahead.model.cache import RowCopy
-from lookahead.model.model_state import plan_of, state_of
+from lookahead.model.facts import processes_of
+from lookahead.model.model_state import state_of
 from lookahead.model.tensor_parallel import tensor_parallel_group
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.ngram.successors import TOP
@@ -68,14 +70,16 @@ class Engine:
         self._on_prefill: OnPrefill | None = None
         self._config, self._call = config, call
         self._tp_group = (
-            tensor_parallel_group(call.model) if plan_of(call.model).processes > 1 else None
+            tensor_parallel_group(call.model) if processes_of(call.model) > 1 else None
         )  # only the leading process has proposers and a controller
         # Proposers and controller may share learned state with engines on other threads. Passes and verification run
         # without the lock, so threads that share a model decode in parallel.
         self._state = state_of(call.model)
         self._learning = self._state.learned.lock
         self._plan_without_controller = StepPlan(0, drafts=bool(proposers), max_nodes=call.max_nodes)
-        self._questions = [batch_propose_fn(proposer) for proposer in proposers]
+        self._questions = [
+            (batch_propose_fn(proposer), getattr(proposer, "reads_offers", False)) for proposer in proposers
+        ]
         self._max_proposed = call.max_nodes // (len(proposers) or 1) if call.by_rejection else call.max_nodes
         self._source_counts = [len(proposer.sources) for proposer in proposers]
         self.sources = [name for proposer in proposers for name in proposer.sources]  # in the order of their bits
@@ -94,10 +98,15 @@ class Engine:
         self._is_watched = any(row.is_edited for row in batch)  # a user's code is called, which may change the model
         self.stats = [row.stats for row in batch]
         self.cache = backend.cache
+        for proposer in proposers:
+            if getattr(proposer, "shares_cache", False):
+                proposer.share_cache(self.cache)
         self.cache.slots.active = 0  # rows join in `admit`; their KV stays
         self.reads_alone = backend.reads_alone(policy)
-        self.serving = backend.serving
-        """Keeps the model in service for a block, for a loop over `run` without pauses."""
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Keep the model in service for a block, for a loop over `run` without pauses."""
+        return self._backend.serving()
 
     def report(self) -> BackendReport:
         """The paths that serve the parts of the model, and why faster ones do not."""
@@ -230,7 +239,9 @@ class Engine:
         is_chain, least = self._call.is_chain and not by_rejection, self._config.min_probability
         plan_costs = FREE if by_rejection else plan.costs
         costs = plan_costs if len(rows) == 1 else FREE  # the trees of a batch are sized together below
-        proposals = [ask([row.slot for row in rows], self._max_proposed) for ask in self._questions]
+        slots, proposals = [row.slot for row in rows], list[Sequence[Proposal | None]]()
+        for ask, reads_offers in self._questions:
+            proposals.append(ask(slots, self._max_proposed, *([proposals] if reads_offers else [])))
         proposed: list[Sequence[Proposal | None]] = list(zip(*proposals, strict=True))
         if self._has_forced:
             most = self._max_proposed
@@ -302,7 +313,7 @@ class Engine:
             if result.error is not None:
                 self.cache.wipe(i)
             else:
-                self.cache.commit(i, result.path)
+                self._backend.commit(i, result.path)
                 self._rows[i].count(draft, result, self.sources)
         return results
 

@@ -20,6 +20,7 @@ from lookahead.proposers.jacobi import JacobiProposer
 from lookahead.proposers.memory_files import MemoryFile, open_memory_file
 from lookahead.proposers.ngram import PREDICTION, SOURCES, Memory, NgramProposer
 from lookahead.proposers.validated import ValidatedProposer
+from lookahead.utils.seams import plugin_for
 
 _MAX_SOURCES = 31  # bits of a node for its sources
 
@@ -74,6 +75,8 @@ def make_proposers(
         decided, rates = branch if config.decides_branch else None, learned.jacobi
         made.append(JacobiProposer(config.branch_size, decided, rates=rates))
     for factory in config.proposers:
+        if factory == "self":
+            factory = plugin_for("proposer", "self").of(call.model)
         if not isinstance(factory, str):
             budget = Budget()
             with contextlib.suppress(TypeError):  # the budget of an unhashable factory is not kept for later calls

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.drafting.budget import Budget
+from lookahead.drafting.budget import START, Budget
 from lookahead.drafting.proposal import (
     BatchProposer,
     Call,
@@ -57,16 +57,23 @@ class ValidatedProposer(BatchProposer):
         self.needs_top = bool(proposer.needs_top)
         self.hidden_layers = tuple(proposer.hidden_layers)
         self.reads_inputs = bool(getattr(proposer, "reads_inputs", False))
+        self.reads_offers = bool(getattr(proposer, "reads_offers", False))
+        self.shares_cache = bool(getattr(proposer, "shares_cache", False))
 
     @property
     def reads_hidden(self) -> bool:
         """Whether it needs the hidden states of the next pass."""
         return bool(self.hidden_layers and self._roots)
 
+    def share_cache(self, cache: Any) -> None:
+        self._proposer.share_cache(cache)
+
     def start(self, row: int, prompt: IntArray) -> None:
         is_poor = not self._budget.begins or (bool(self.hidden_layers) and not self._budget.affords)
-        if self._call.is_timed and is_poor:
+        if self._call.is_timed and is_poor and not self.shares_cache:  # its rows are those of the cache
             return
+        if self.shares_cache:  # it has no prompt to read, so every output begins with what the first began with
+            self._budget.balance = max(self._budget.balance, START)
         self._roots[row] = int(prompt[-1])
         self._unasked[row], self._is_new = 0, True
         self._proposer.start(row, prompt)
@@ -75,7 +82,9 @@ class ValidatedProposer(BatchProposer):
         if row in self._roots and hasattr(self._proposer, "expect"):  # optional if it is not derived from `Proposer`
             self._proposer.expect(row, predictions)
 
-    def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
+    def propose_batch(
+        self, rows: Sequence[int], max_nodes: int, offers: Sequence[Sequence[Proposal | None]] = ()
+    ) -> Sequence[Proposal | None]:
         """Its proposals for rows, in one batch if supported; None for every row while it is not called."""
         known = [row for row in rows if row in self._roots]
         is_poor = self._call.is_timed and not self._budget.affords
@@ -84,11 +93,12 @@ class ValidatedProposer(BatchProposer):
         if is_poor or not known:
             return [None] * len(rows)
         begin = time.perf_counter()
-        offers = self._ask_rows(known, max_nodes)
-        if len(offers) != len(known):
-            raise ProposerError(f"the proposer {self._name} gave {len(offers)} proposals for {len(known)} rows")
+        of_known = [[offer for row, offer in zip(rows, each, strict=True) if row in self._roots] for each in offers]
+        made = self._ask_rows(known, max_nodes, *([of_known] if self.reads_offers else []))
+        if len(made) != len(known):
+            raise ProposerError(f"the proposer {self._name} gave {len(made)} proposals for {len(known)} rows")
         offered: dict[int, Proposal] = {}
-        for row, offer in zip(known, offers, strict=True):
+        for row, offer in zip(known, made, strict=True):
             if offer is None:
                 continue
             if fault := self._fault(row, offer, max_nodes):

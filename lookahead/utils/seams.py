@@ -13,16 +13,18 @@ _HOMES = {
     ("loop", "beam_search"): "lookahead.plugins.beams.beam_search",
     ("loop", "beam_sample"): "lookahead.plugins.beams.beam_search",
     ("processor", "grammar"): "lookahead.plugins.grammar.grammar",
+    ("proposer", "self"): "lookahead.plugins.draft_models.self_draft",
 }
 # What the core calls. A kind answers what it asks about a model, as `ModelKind` does for a causal one. A loop is made
-# for a call whose generation mode has its name, a processor for options of one.
+# for a call whose generation mode has its name, a processor for options of one, a proposer's factory for a model.
 _METHODS = {
     "kind": (
         *("make_inputs", "probe", "inputs_of_text", "heeds_padding", "modules_beside", "prompt_limit", "positions"),
-        *("check_cache", "encoded", "encode_for_drafts", "shares_encoder", "cache_reason", "trees_reason"),
+        *("check_cache", "encoded", "encode_for_drafts", "shares_encoder", "note", "cache_reason", "trees_reason"),
     ),
     "loop": ("run", "serving", "report_prefill", "end_if"),
     "processor": ("objects",),
+    "proposer": ("of", "bytes_for"),
 }
 _filled: dict[tuple[str, str], Any] = {}
 

@@ -119,7 +119,7 @@ class WholePass:
         of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
         parts = self._parts if of_head else self._parts._replace(head=None)
         packs_experts = self._with_experts is not None and self._with_experts.packs_experts(mode)
-        kind = len(of_head), places, rows, torch.get_num_threads(), packs_experts
+        kind = self, len(of_head), places, rows, torch.get_num_threads(), packs_experts  # a draft may share the cache
         table = cache.tables.get(kind)
         if table is None or not table.serves(parts, weights, of_head):
             slots = cache.layers[0]

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.choice import backend_for
@@ -17,6 +18,7 @@ from lookahead.backend.support import support_of
 from lookahead.config import check_whole
 from lookahead.drafting.budget import PassTimes
 from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray, Proposal, Proposer
+from lookahead.drafting.select import Draft, merge
 from lookahead.errors import ConfigError, ProposerError, warn
 from lookahead.loading.quantized import weight_count
 from lookahead.model.facts import (
@@ -29,9 +31,15 @@ from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.ngram.hit_rates import AcceptanceTable
-from lookahead.plugins.draft_models.draft_tree import LEVELS, DraftTree, DraftTreeBatch
+from lookahead.ngram.prune import Limits
+from lookahead.plugins.draft_models.draft_tree import LEVELS, NO_TOKENS, DraftTree, DraftTreeBatch
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 
+_MOST_UNREAD = 32  # tokens that are read with the root in one pass; more are read as a prompt
+_MOST_DECLINED = 64  # steps in succession in which nothing is drafted since other sources promise more
+_NODES_OF_OTHERS = 8  # of other sources, about as many as a pass verifies at little cost
+_MOST_GUESSED = 4  # nodes of other sources that are scored with the root
+_LEAST_GUESS = 0.3  # probability from which a node of other sources is scored with the root
 _SHAPE = 8, 4  # children of a node, nodes scored per pass
 _DRAWN_SHAPE = 3, 2
 
@@ -103,6 +111,7 @@ class DraftModel:
         self.depth = depth
         self.children = children
         self.width = width
+        self.sharpness = 1  # as in `DraftTreeBatch`
 
     def __call__(self, call: Call) -> Proposer:
         """Make the proposer of one call; ProposerError if the model cannot draft for the target."""
@@ -152,7 +161,9 @@ def _begin(draft: PreTrainedModel, target: PreTrainedModel) -> DraftModelState:
 
 
 @dataclass(slots=True)
-class _DraftRow:
+class DraftRow:
+    """The text of a row, and its tree in a step."""
+
     ids: IntArray
     tree: DraftTree | None = None
 
@@ -169,7 +180,8 @@ class ModelProposer(BatchProposer):
     """
 
     def __init__(self, draft: DraftModel, call: Call, state: DraftModelState, vocabulary: int, shape: Shape) -> None:
-        self.sources = (draft.name,)
+        self.sources, self.reads_offers = (draft.name,), True
+        self._sharpness = draft.sharpness
         self.reads_inputs = kind_of(draft.model).has_encoder
         self._model = draft.model
         self._call = call
@@ -186,33 +198,75 @@ class ModelProposer(BatchProposer):
         self._shares_encoder = state.shares_encoder
         self._rates = state.rates.setdefault(mode, AcceptanceTable(LEVELS))
         self._times = state.times
-        self._rows: dict[int, _DraftRow] = {}
+        self._rows: dict[int, DraftRow] = {}
         self._slots: list[int] = []  # rows in the order of the model's passes
         self._backend: Backend | None = None  # of the draft model
         self._done: float | None = None  # end time of the drafts of this step
+        self._declined = 0  # steps in succession in which other sources promised more
 
     def start(self, row: int, prompt: IntArray) -> None:
-        self._rows[row] = _DraftRow(prompt.astype(np.int32))
+        self._rows[row] = DraftRow(prompt.astype(np.int32))
         self._backend = None
 
-    def propose_batch(self, rows: Sequence[int], max_nodes: int) -> list[Proposal | None]:
-        """Draft for rows together; other rows of the call are drafted for as well."""
-        backend = self._backend if self._backend is not None else self._open()
+    def propose_batch(
+        self, rows: Sequence[int], max_nodes: int, offers: Sequence[Sequence[Proposal | None]] = ()
+    ) -> list[Proposal | None]:
+        """Draft for rows together; other rows of the call are drafted for as well.
+
+        `offers` are the proposals of earlier proposers, by proposer and row: the most likely chain of a row is scored
+        in the first pass, and if it promises more tokens per second than a draft of this model, nothing is drafted.
+        """
+        backend = self._ready(rows)
         if backend is None:
             return [None] * len(rows)
-        for row in list(self._slots):
-            if not self._can_read(row, backend):
-                self._leave(row)
-        offers: dict[int, Proposal] = {}
-        # The target chooses the last token itself, so it is not drafted.
-        shortest = min((len(self._rows[row].ids) for row in self._slots), default=0)
-        passes = min(self._depth, self._max_length - shortest - 1)
-        if self._slots and passes > 0:
+        guesses = self._guesses(rows, offers, max_nodes)
+        if self._is_outdone(guesses):
+            return [None] * len(rows)
+        drafts: dict[int, Proposal] = {}
+        if self._slots and (passes := self._most_passes(backend)) > 0:
             with backend.serving():
-                proposals = self._grow(backend, max_nodes, passes)
-            offers = dict(zip(self._slots, proposals, strict=True))
+                proposals = self._grow(backend, max_nodes, passes, guesses)
+            drafts = dict(zip(self._slots, proposals, strict=True))
         self._done = time.perf_counter()
-        return [offers.get(row) for row in rows]
+        return [drafts.get(row) for row in rows]
+
+    def _ready(self, rows: Sequence[int]) -> Backend | None:
+        """The backend, with a cache of the rows that it can read; None if it can read none."""
+        backend = self._backend if self._backend is not None else self._open()
+        if backend is not None:
+            for row in list(self._slots):
+                if not self._can_read(row, backend):
+                    self._leave(row)
+        return backend
+
+    def _most_passes(self, backend: Backend) -> int:
+        """Most passes of a step: the target chooses the last token itself, so it is not drafted."""
+        shortest = min(len(self._rows[row].ids) for row in self._slots)
+        return min(self._depth, self._max_length - shortest - 1)
+
+    def _unread(self, backend: Backend) -> list[IntArray]:
+        """The tokens of every row that are not in its cache, the last token always among them."""
+        read = backend.cache.slots.lengths
+        return [self._rows[row].ids[read[slot] :] for slot, row in enumerate(self._slots)]
+
+    def _guesses(
+        self, rows: Sequence[int], offers: Sequence[Sequence[Proposal | None]], max_nodes: int
+    ) -> dict[int, Draft]:
+        """What other sources offer together for each row."""
+        if self._call.by_rejection or not offers:
+            return {}
+        limits = Limits(min(max_nodes, _NODES_OF_OTHERS), self._max_length, 0.0, False, 0.0)
+        of_rows = zip(rows, zip(*offers, strict=True), strict=True)
+        return {row: merge(int(self._rows[row].ids[-1]), others, limits) for row, others in of_rows}
+
+    def _is_outdone(self, guesses: dict[int, Draft]) -> bool:
+        """Whether the drafts of other sources promise more tokens per second than those of this model gave."""
+        if not self._call.is_timed or not guesses:
+            return False
+        expected = sum(float(draft.path_probs.sum()) for draft in guesses.values()) / len(guesses)
+        is_best = self._declined >= _MOST_DECLINED or self._pass_times().beats(expected, self._depth)
+        self._declined = 0 if is_best else self._declined + 1
+        return self._declined > 0
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         if self._done is not None:
@@ -220,10 +274,19 @@ class ModelProposer(BatchProposer):
             self._done = None
         state = self._rows[row]
         tree, state.tree = state.tree, None
-        if tree is not None and self._backend is not None:
+        if tree is not None:
+            self._keep(row, tree.learn(self._rates, self._pass_times().agreement, feedback.tokens))
+        self._add(state, feedback.tokens)
+
+    def _keep(self, row: int, path: IntArray) -> None:
+        """Keep the KV of a path of a row's tree."""
+        if self._backend is not None:
             with torch.inference_mode():
-                self._backend.cache.commit(self._slots.index(row), tree.learn(self._rates, feedback.tokens))
-        state.ids = np.append(state.ids, feedback.tokens)
+                self._backend.commit(self._slots.index(row), path)
+
+    def _add(self, state: DraftRow, tokens: IntArray) -> None:
+        """Add emitted tokens to a row."""
+        state.ids = np.append(state.ids, tokens)
 
     def finish(self, row: int) -> None:
         self._leave(row)
@@ -260,13 +323,14 @@ class ModelProposer(BatchProposer):
             with torch.inference_mode():
                 self._backend.retire(slot)
 
-    def _grow(self, backend: Backend, max_nodes: int, passes: int) -> list[Proposal]:
+    def _grow(self, backend: Backend, max_nodes: int, passes: int, guesses: dict[int, Draft]) -> list[Proposal]:
         """Read the new tokens of every row in a first pass, then grow their trees pass by pass."""
         begin = time.perf_counter()
-        states = [self._rows[row] for row in self._slots]
-        trees = [DraftTree(int(state.ids[-1])) for state in states]
-        for state, tree in zip(states, trees, strict=True):
-            state.tree = tree
+        states, unread = [self._rows[row] for row in self._slots], self._unread(backend)
+        is_short = max(map(len, unread)) <= _MOST_UNREAD
+        for row, state, tokens in zip(self._slots, states, unread, strict=True):
+            state.tree = DraftTree(tokens, self._guess_of(guesses.get(row))) if is_short else DraftTree(tokens[-1:])
+        trees = [state.tree for state in states if state.tree is not None]
         batch = DraftTreeBatch(
             trees,
             self._rates,
@@ -276,9 +340,21 @@ class ModelProposer(BatchProposer):
             vocabulary=self._vocabulary,
             warp=self._call.warp,
             by_rejection=self._call.by_rejection,
+            sharpness=self._sharpness,
         )
-        batch.add(backend.read([state.ids for state in states]))
-        times, now = self._pass_times(), time.perf_counter()
+        times = self._pass_times()
+        if is_short:
+            logits = backend.score([tree.scored_tree() for tree in trees])
+            columns = [logits[i, tree.root : len(tree.scored)] for i, tree in enumerate(trees)]
+            logits = columns[0][None] if len(columns) == 1 else pad_sequence(columns, batch_first=True)
+        else:
+            logits = backend.read([state.ids for state in states])
+        batch.add(logits)
+        now = time.perf_counter()
+        # The first pass of all compiles and packs.
+        is_warm, times.is_warm = times.is_warm and not backend.is_cold, True
+        if is_short and is_warm:
+            times.draft.add(now - begin)
         for _ in range(passes - 1):
             if self._call.is_timed and not times.pays(*batch.outlook(), now - begin):
                 break
@@ -287,8 +363,19 @@ class ModelProposer(BatchProposer):
                 break
             batch.add(backend.score([tree.scored_tree() for tree in trees], scored=before))
             then, now = now, time.perf_counter()
-            times.draft.add(now - then)
+            if is_warm:
+                times.draft.add(now - then)
         return batch.proposals()
+
+    def _guess_of(self, draft: Draft | None) -> IntArray:
+        """The tokens of the most likely chain of a draft that are worth a node of the first pass."""
+        if draft is None:
+            return NO_TOKENS
+        tree, likely = draft.tree, draft.path_probs >= _LEAST_GUESS
+        is_chain = np.arange(len(tree.tokens)) == tree.depths  # a draft is laid out with its most likely chain first
+        size = int(np.argmin(np.append(is_chain & likely, False)))
+        tokens = tree.tokens[1 : min(size, 1 + _MOST_GUESSED)]
+        return tokens if not len(tokens) or int(tokens.max()) < self._vocabulary else NO_TOKENS
 
     def _pass_times(self) -> PassTimes:
         return self._times.setdefault((len(self._rows) - 1).bit_length(), PassTimes())
