@@ -210,13 +210,16 @@ def _head(address, head, kind):
     decays, betas = array_at(decays_at, (nodes, heads), np.float32), array_at(beta_at, (nodes, heads), np.float32)
     parents, gates = array_at(parents_at, (nodes,), np.int64), array_at(gates_at, (nodes * values,), np.float32)
     queries, results = np.empty((nodes, key_size), np.float32), np.empty((nodes, value_size), np.float32)
+    line = np.empty(key_size, np.float32)
     root = np.sqrt(_F(key_size))
     for node in range(nodes):
         begin = node * channels + own * key_size
         _unit(mixed[begin : begin + key_size], queries[node])
         begin += key_heads * key_size
-        _unit(mixed[begin : begin + key_size], keys[node, own])
+        _unit(mixed[begin : begin + key_size], line)
+        # Threads with other heads of this key write the same numbers, and must not see others in between.
         for k in range(key_size):
+            keys[node, own, k] = line[k]
             queries[node, k] /= root
     _columns(
         state, only, parents, queries, keys[:, own], decays[:, head], betas[:, head], deltas[:, head], results, mixed,

@@ -131,6 +131,31 @@ def test_the_delta_rule_has_the_bits_of_transformers(
         assert torch.equal(out[node], norm(own.view(-1, size), z[node].view(-1, size)).flatten())
 
 
+def test_heads_that_share_a_key_never_see_it_half_made() -> None:
+    heads, key_heads, size, nodes = 8, 4, 32, 32
+    channels = (2 * key_heads + heads) * size
+    x, gates, parents = (
+        random(nodes, channels),
+        random(nodes, heads * size, seed=1),
+        torch.tensor(random_parents(nodes)),
+    )
+    state, weight = random(channels, 4, seed=6), random(channels, 4, seed=7)
+    beta, decays = random(nodes, heads, seed=2).sigmoid(), random(nodes, heads, seed=3).sigmoid()
+    before, norming = random(heads, size, size, seed=4), (random(size, seed=5), 1e-6, gates)
+    results, threads = list[torch.Tensor](), torch.get_num_threads()
+    try:
+        for count in (1, *[2] * 200):
+            torch.set_num_threads(count)
+            mixed, out = torch.empty_like(x), torch.empty(nodes, heads * size)
+            updates = Updates.empty(decays, key_heads, size, size)
+            convolved = convolution(x, state, weight, None, parents, mixed)  # all threads begin the rule together
+            run(convolved, gated_delta(mixed, beta, before, parents, updates, out, norming))
+            results.append(out)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(out, results[0]) for out in results)
+
+
 @on_x86
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
 @pytest.mark.parametrize("has_bias", [False, True])
