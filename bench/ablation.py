@@ -2,12 +2,11 @@
 
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl --nodes 31
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --memory shared --sources "prompt,prompt+recycled"
-    python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32,64 --sources "sam + token recycling,racer"
+    python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32 --sources "prompt,sam + token recycling"
 
 Every prompt is decoded with at most `--nodes` draft nodes per step and without a cost model, so that the figures do not
-depend on the machine. `window W N G` is the lookahead branch with these sizes. `heads DIR` are trained heads. The best
-rules of other projects that were measured run alone: `racer`, and `sam + token recycling` (SAM decoding). They draft
-from both text and logits. Their docstrings say what is scaled to `--nodes`.
+depend on the machine. `window W N G` is the lookahead branch with these sizes. `heads DIR` are trained heads. `sam +
+token recycling` (SAM decoding) is a rule of other projects; its docstring says what is scaled to `--nodes`.
 
 With `--memory shared` each combination remembers the previous prompts; with `request` it remembers none, and with a
 memory file the content of the file. "Before loops" counts the tokens up to the place where 16 tokens of an output
@@ -28,7 +27,6 @@ from bench.command import make_engine, parser_of, publish, setting_of, use_one_t
 from bench.llm import add_prompt_options, read_prompts, sampling
 from bench.llm_figures import Prompt
 from bench.prompts import loop_start
-from bench.racer import Racer
 from bench.rules import SamRecycling
 from lookahead import Heads, LookaheadConfig
 from lookahead.drafting.proposal import Call, Proposer
@@ -39,7 +37,6 @@ from lookahead.proposers import ProposerState
 SOURCES = "prompt,recycled,prompt+outputs+recycled,prompt+outputs+recycled+window 5 3 5,window 7 5 7,window 15 5 15"
 RULES: dict[str, Callable[[Call, int], Proposer]] = {
     "sam + token recycling": lambda call, nodes: SamRecycling(call.vocab_size, nodes, call.model),
-    "racer": lambda call, nodes: Racer(call.vocab_size, call.model),
 }
 
 

@@ -1,6 +1,6 @@
 """A drafting rule of other projects as a proposer: SAM decoding with Token Recycling.
 
-It and RACER (`bench.racer`) accept most tokens a pass of the rules that were measured (`bench/results/ablation*.json`).
+It and RACER accept most tokens a pass of the rules that were measured (`bench/results/ablation*.json`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,10 @@ class DraftTree:
         self._max_nodes = max_nodes
         self._places: dict[tuple[int, int], int] = {}  # nodes by parent and token
 
-    @property
-    def is_full(self) -> bool:
-        return len(self.tokens) > self._max_nodes
-
     def child(self, parent: int, token: int) -> int | None:
         """The child of a node with a token, created if missing; None if the tree is full."""
         place = self._places.get((parent, token))
-        if place is None and not self.is_full:
+        if place is None and len(self.tokens) <= self._max_nodes:
             place = self._places[parent, token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
@@ -60,27 +56,6 @@ class DraftTree:
         return Proposal(np.array(self.tokens, np.int32), np.array(self.parents, np.int32), chances)
 
 
-class RuleRows:
-    """Base class of proposers with fixed rules. They keep the text of every row, and their drafts are not sized."""
-
-    sources: tuple[str, ...] = ("rule",)
-    needs_argmax = False
-    needs_top = False
-    hidden_layers: tuple[int, ...] = ()
-
-    def __init__(self) -> None:
-        self.texts: dict[int, IntArray] = {}
-
-    def start(self, row: int, prompt: IntArray) -> None:
-        self.texts[row] = prompt
-
-    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        self.texts[row] = np.concatenate((self.texts[row], feedback.tokens))
-
-    def finish(self, row: int) -> None:
-        del self.texts[row]
-
-
 @torch.inference_mode()
 def likeliest(model: PreTrainedModel, hidden: Tensor, most: int) -> IntArray:
     """The likeliest tokens after hidden states `[n, size]` of the last layer: int32 `[n, most]`, likeliest first.
@@ -91,50 +66,46 @@ def likeliest(model: PreTrainedModel, hidden: Tensor, most: int) -> IntArray:
     return torch.cat([part.topk(min(most, part.shape[-1])).indices for part in logits]).cpu().numpy().astype(np.int32)
 
 
-class Recycled(RuleRows):
-    """Base class of rules that keep the newest 8 likeliest successors of every token, including all draft nodes.
-
-    With a model, the successors after the prompt's tokens are kept too.
-    """
-
-    needs_top = True
-
-    def __init__(self, vocab_size: int, model: PreTrainedModel | None = None) -> None:
-        super().__init__()
-        self.successors = np.full((vocab_size, TOP), -1, np.int32)  # -1: unknown
-        self._model = model
-        self.hidden_layers = () if model is None else (-1,)
-
-    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
-        hidden = feedback.prompt_hidden.get(-1)
-        if self._model is not None and hidden is not None:
-            self.successors[self.texts[row][-len(hidden) :]] = likeliest(self._model, hidden, TOP)
-        super().observe(row, feedback, placed)
-        if feedback.top is not None:
-            self.successors[feedback.top.tree.tokens] = feedback.top.tokens
-
-
-class SamRecycling(Recycled):
+class SamRecycling:
     """SAM decoding with Token Recycling: the chain after a long match in the text, else a tree of recycled successors.
 
     As in SAM's paper and code, a match needs 5 tokens, and the first occurrence of the longest match counts that is
     followed by a whole draft, else the first one. Token Recycling shows its static tree in a figure. Here a tree of any
-    size has the likeliest nodes by the product of the measured hit rates of their ranks. Scaled: the chain (40 tokens
-    in the paper) and the tree (80) have `nodes` each. Matches are found by search instead of a suffix automaton.
+    size has the likeliest nodes by the product of the measured hit rates of their ranks. The newest 8 likeliest
+    successors of every token are kept, including all draft nodes, and with a model those of the prompt's tokens.
+    Scaled: the chain (40 tokens in the paper) and the tree (80) have `nodes` each. Matches are found by search instead
+    of a suffix automaton. Drafts are not sized.
 
     Sources: Hu et al. 2024, "SAM Decoding: Speculative Decoding via Suffix Automaton", §3; Luo et al. 2024, "Turning
         Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling", §3.
     """
 
     SHORTEST = 5  # tokens of a match
+    sources: tuple[str, ...] = ("rule",)
+    needs_argmax, needs_top = False, True
 
     def __init__(self, vocab_size: int, nodes: int, model: PreTrainedModel | None = None) -> None:
-        super().__init__(vocab_size, model)
-        self._nodes = nodes
+        self._nodes, self._model, self._texts = nodes, model, dict[int, IntArray]()
         self._ranks, self._parents = static_tree(nodes)
+        self.successors = np.full((vocab_size, TOP), -1, np.int32)  # -1: unknown
+        self.hidden_layers: tuple[int, ...] = () if model is None else (-1,)
+
+    def start(self, row: int, prompt: IntArray) -> None:
+        self._texts[row] = prompt
+
+    def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
+        hidden = feedback.prompt_hidden.get(-1)
+        if self._model is not None and hidden is not None:
+            self.successors[self._texts[row][-len(hidden) :]] = likeliest(self._model, hidden, TOP)
+        self._texts[row] = np.concatenate((self._texts[row], feedback.tokens))
+        if feedback.top is not None:
+            self.successors[feedback.top.tree.tokens] = feedback.top.tokens
+
+    def finish(self, row: int) -> None:
+        del self._texts[row]
 
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
-        text = self.texts[row]
+        text = self._texts[row]
         tree = DraftTree(int(text[-1]), max_nodes)
         if _first_longest(text, 1)[1] < self.SHORTEST:
             self._recycle(tree, max_nodes)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from lookahead.kernels.jobs import Job, claim_part
 from lookahead.kernels.large_pages import zeros
-from lookahead.kernels.microkernel import LANES, MOST_ROWS, tile_of, transpose
+from lookahead.kernels.microkernel import LANES, MOST_ROWS, tile_of
 from lookahead.kernels.packed_product import COLUMNS, HAS_DOT, is_supported, pack_panels
 from lookahead.kernels.scalars import jit_part, narrow, widen
+from lookahead.kernels.shuffles import transpose
 from lookahead.utils.addresses import array_at
 
 AS_ROWS, AS_COLUMNS, PACKED = range(3)

@@ -66,10 +66,15 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
     It takes the left matrix, with the index of its first element and the steps between its rows and its terms; the
     right matrix, with the index of its first element and the step between its terms; the output matrix, with the index
     of its first element and the step between its rows; the number of rows, one of `rows`; and the number of terms. A
-    row of the output fills `registers` registers. The right matrix may come with the index of elements that are read
-    later, and the bytes to prefetch from there for each cache line of the tile.
+    row of the output fills `registers` registers. The output may come with a factor of what is stored. The right matrix
+    may come with the index of elements that are read later, and the bytes to prefetch from there for each cache line of
+    the tile.
 
-    The kind `"sums"` adds the product to the output, and `"fours"` adds four products at a time, paired by twos.
+    The kind `"sums"` adds the product to the output, and `"fours"` adds four products at a time, paired by twos. So
+    does `"pairs"`, whose elements are int32 that hold the first and third, and the second and fourth, bfloat16.
+
+    The kind `"quarters"` takes int32 whose terms are in four parts of `terms` each; the sums of the first and third
+    part, and of the second and fourth, are added to each other, then both.
 
     The kind `"halves"` takes int32 that hold two bfloat16 in the right matrix, and the two float32 to multiply them by
     in the left one, next to each other. Both have `HALVES` times the terms. The sums of `HALVES` terms are added by
@@ -99,13 +104,14 @@ def tile_of(registers: int, kind: str = "product", rows: Sequence[int] = range(1
 
 def emit_tile(builder: Any, kind: str, size: tuple[int, int], operands: Sequence[Any]) -> None:
     """Emit a product of rows and registers, for matrices as in `tile_of`, given by address, and a number of terms."""
-    (rows, registers), ((left, at, row_step, inner_step), right, (out, to, out_step), terms) = size, operands
+    (rows, registers), ((left, at, row_step, inner_step), right, (out, to, out_step, *factor), terms) = size, operands
     lefts = [builder.gep(left, [builder.add(at, builder.mul(row_step, WHOLE(row)))]) for row in range(rows)]
     firsts = [builder.gep(out, [builder.add(to, builder.mul(out_step, WHOLE(row)))]) for row in range(rows)]
     places = [vector_at(builder, first, WHOLE(i * LANES)) for first in firsts for i in range(registers)]
     tile = _Tile(builder, kind, registers, lefts, inner_step, right, terms, places)
     for each, place in zip(_KINDS[kind][0](tile), places, strict=True):
-        builder.store(each, place, align=4)
+        scaled = builder.fmul(each, spread(builder, factor[0])) if factor else each
+        builder.store(scaled, place, align=4)
 
 
 def matrices_of(target: Any, builder: Any, signature: Any, values: Any) -> list[list[Any]]:
@@ -210,8 +216,17 @@ def _emit_floats(tile: _Tile) -> list[Any]:
     def held() -> list[Any]:
         return [tile.builder.load(place, align=4) for place in tile.places]
 
-    sums = _emit_terms(tile, held() if tile.kind == "fours" else [_ZERO] * len(tile.places))
+    sums = _emit_terms(tile, held() if tile.kind in ("fours", "pairs") else [_ZERO] * len(tile.places))
     return [tile.builder.fadd(*each) for each in zip(held(), sums, strict=True)] if tile.kind == "sums" else sums
+
+
+def _emit_quarters(tile: _Tile) -> list[Any]:
+    builder, pairs = tile.builder, []
+    for parts in ((0, 2), (1, 3)):
+        begins = (builder.mul(WHOLE(part), tile.terms) for part in parts)
+        both = (_emit_terms(tile, [_ZERO] * len(tile.places), begin) for begin in begins)
+        pairs.append([builder.fadd(*each) for each in zip(*both, strict=True)])
+    return [builder.fadd(*each) for each in zip(*pairs, strict=True)]
 
 
 def _emit_by_halves(tile: _Tile) -> list[Any]:
@@ -264,6 +279,12 @@ def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
     return builder.fadd(total, builder.fadd(even, odd))
 
 
+def _emit_pair_of_fours(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """`_emit_four` of pairs: the first and third bfloat16, and the second and fourth."""
+    even, odd = (_emit_product(builder, _ZERO, [x], [y]) for x, y in zip(left, right, strict=True))
+    return builder.fadd(total, builder.fadd(even, odd))
+
+
 def _emit_terms(tile: _Tile, begun: list[Any], first: Any = _START, parts: Sequence[int] = (0,)) -> list[Any]:
     """Emit a loop over the terms from `first` on, which adds to the sums in `begun`, in registers.
 
@@ -313,7 +334,7 @@ def emit_loop(builder: Any, count: Any, begun: list[Any], emit: Callable[[Any, l
     return values
 
 
-def _half_of(builder: Any, pairs: Any, part: int) -> Any:
+def half_of(builder: Any, pairs: Any, part: int) -> Any:
     """The lower or the upper bfloat16 of every lane as float32."""
     half = builder.and_(pairs, _UPPER_HALVES) if part else builder.shl(pairs, ir.Constant(PAIRS, [16] * LANES))
     return builder.bitcast(half, VECTOR)
@@ -325,72 +346,7 @@ _KINDS: dict[str, tuple[Callable[[_Tile], list[Any]], Callable[..., Any], Callab
     "product": (_emit_floats, _emit_product, None, 1),
     "sums": (_emit_floats, _emit_product, None, 1),
     "fours": (_emit_floats, _emit_four, None, 4),
-    "halves": (_emit_by_halves, _emit_product, _half_of, 1),
+    "pairs": (_emit_floats, _emit_pair_of_fours, None, 2),
+    "quarters": (_emit_quarters, _emit_product, None, 1),
+    "halves": (_emit_by_halves, _emit_product, half_of, 1),
 }
-
-
-@to_intrinsic
-def transpose(context: Any, source: Any, out: Any) -> Any:
-    """Store a square of `LANES` float32 rows transposed; or pairs of bfloat16, held as int32, widened to float32."""
-
-    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        (source, at, row_step), (out, to, out_step) = matrices_of(target, builder, signature, values)
-        firsts = [builder.add(at, builder.mul(row_step, WHOLE(row))) for row in range(LANES)]
-        is_wide = source.type.pointee == ir.FloatType()
-        kind = VECTOR if is_wide else PAIRS
-        rows = [builder.load(vector_at(builder, source, first, kind), align=4) for first in firsts]
-        step = 1
-        while step < LANES:  # swap the off-diagonal blocks of `step` by `step` in blocks of twice the size
-            for row in (row for row in range(LANES) if not row & step):
-                upper, lower = rows[row], rows[row + step]
-                left = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
-                right = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
-                rows[row], rows[row + step] = (
-                    builder.shuffle_vector(upper, lower, ir.Constant(PAIRS, order)) for order in (left, right)
-                )
-            step *= 2
-        for row, pairs in enumerate(rows):
-            wide = [pairs] if is_wide else [_half_of(builder, pairs, part) for part in (0, 1)]
-            for i, each in enumerate(wide):
-                place = builder.add(to, builder.mul(out_step, WHOLE(len(wide) * row + i)))
-                builder.store(each, vector_at(builder, out, place), align=4)
-        return target.get_dummy_value()
-
-    return types.void(source, out), emit
-
-
-@to_intrinsic
-def store_rows(context: Any, sums: Any, out: Any, rows: Any) -> Any:
-    """Copy rows of two registers of float32 to rows of a matrix of float32, or of bfloat16 held as int16 or uint16.
-
-    It takes arrays, each with the index of the first element and the step between rows; and the number of rows.
-    """
-
-    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        (sums, at, step), (out, to, out_step) = matrices_of(target, builder, signature, values[:2])
-        kind = ir.VectorType(out.type.pointee, LANES)
-
-        def store_row(row: Any, _: list[Any]) -> list[Any]:
-            first, place = (
-                builder.add(begin, builder.mul(row, apart)) for begin, apart in ((at, step), (to, out_step))
-            )
-            for lane in (0, LANES):
-                line = builder.load(vector_at(builder, sums, builder.add(first, WHOLE(lane))), align=4)
-                line = line if kind == VECTOR else _to_halves(builder, line)
-                builder.store(line, vector_at(builder, out, builder.add(place, WHOLE(lane)), kind), align=2)
-            return []
-
-        emit_loop(builder, values[2], [], store_row)
-        return target.get_dummy_value()
-
-    return types.void(sums, out, rows), emit
-
-
-def _to_halves(builder: Any, numbers: Any) -> Any:
-    """Float32 rounded to the nearest bfloat16, ties to even, as int16."""
-    bits, sixteen = builder.bitcast(numbers, PAIRS), ir.Constant(PAIRS, [16] * LANES)
-    odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(PAIRS, [1] * LANES))
-    nearest = builder.lshr(builder.add(builder.add(bits, ir.Constant(PAIRS, [0x7FFF] * LANES)), odd), sixteen)
-    is_number = builder.fcmp_ordered("==", numbers, numbers)
-    nearest = builder.select(is_number, nearest, ir.Constant(PAIRS, [0x7FC0] * LANES))
-    return builder.trunc(nearest, ir.VectorType(ir.IntType(16), LANES))

@@ -23,8 +23,9 @@ from torch import Tensor
 from lookahead.kernels.block_tiles import BlockKernel
 from lookahead.kernels.jobs import Job, claim_part, run
 from lookahead.kernels.large_pages import zeros
-from lookahead.kernels.microkernel import CACHE_LINE, FEATURES, HALVES, LANES, MOST_ROWS, store_rows, tile_of, transpose
+from lookahead.kernels.microkernel import CACHE_LINE, FEATURES, HALVES, LANES, MOST_ROWS, tile_of
 from lookahead.kernels.scalars import jit_part, narrow, widen
+from lookahead.kernels.shuffles import store_rows, transpose
 from lookahead.utils.addresses import array_at
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight

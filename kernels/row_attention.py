@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookahead.kernels.attention_blocks import STEP, load_block, load_path, score_path, score_prompt
+from lookahead.kernels.attention_blocks import STEP, load_block, load_path, pair_fourths, score_path, score_prompt
 from lookahead.kernels.jobs import Job, claim_part, run
 from lookahead.kernels.microkernel import FEATURES, LANES, ROWS
 from lookahead.kernels.scalars import bits_of, exp, jit_part, narrow, widen
 from lookahead.kernels.weighted_sums import (
     BLOCK,
+    FEW,
+    LINE,
     TOGETHER,
     add_fours,
     add_rest,
@@ -33,7 +35,6 @@ from lookahead.kernels.weighted_sums import (
 )
 from lookahead.utils.addresses import array_at
 
-_FEW = 4  # rows of the smaller tile, for few queries
 MAX_SHARING = 4  # rows that read the same keys at once: more would leave too few parts for several threads
 
 _F = np.float32
@@ -163,10 +164,11 @@ def _attend(address, number, word, size):
     groups = array_at(groups_at, (rows, 2 + MAX_SHARING), np.int64)
     most_rows = _most_rows(groups, trees, per_kv) + ROWS  # a tile of the nodes of one depth may end after the last row
     queries, sums = np.zeros((most_rows, dim), np.float32), np.empty((most_rows, dim), np.float32)
+    pairs = np.zeros((most_rows, dim // 2), np.int32)  # of the queries, for the CPU's instruction
     peaks, totals, scores = (
         np.empty(most_rows, np.float32),
         np.empty(most_rows, np.float32),
-        np.zeros((ROWS, BLOCK), np.float32),
+        np.zeros((ROWS, LINE), np.float32),
     )
     transposed, block = np.empty((dim, STEP), np.float32), np.empty((BLOCK, dim), np.float32)
     held = np.empty(most, np.int64)  # by depth, the node whose values are in the block
@@ -181,7 +183,8 @@ def _attend(address, number, word, size):
         for row in group[2 : 2 + group[1]]:
             count, scored, first = trees[row, 1:]
             query = array_at(query_at + size * first * heads * dim, (width, heads, dim), number)
-            _load_queries(query, head, per_kv, _F(1.0) if is_half else scale, queries[filled:], count - scored)
+            rest = (count - scored) * per_kv
+            _load_queries(query, head, per_kv, scale, is_half, queries[filled : filled + rest], pairs[filled:])
             filled += _padded((count - scored) * per_kv)
         filled = 0
         for member in range(group[1]):
@@ -199,8 +202,8 @@ def _attend(address, number, word, size):
                 common = min(BLOCK, shared - begin)
                 load_block(keys, words, values, begin, common, head, transposed, block, is_half)
                 _attend_shared(
-                    queries[: most_rows - ROWS], transposed, block, flat, begin, common, head, kv_heads, scale, softcap,
-                    is_half, scores, peaks, totals, sums,
+                    queries[: most_rows - ROWS], pairs, transposed, block, flat, begin, common, head, kv_heads, scale,
+                    softcap, is_half, scores, peaks, totals, sums,
                 )  # fmt: skip
             end = filled + _padded((count - scored) * per_kv)
             node, own = scored, np.int64(0)
@@ -213,8 +216,8 @@ def _attend(address, number, word, size):
                 _attend_tree(
                     keys[base:], values[base:], words[base:], flat[base * kv_heads * dim :], nodes[0], nodes[1],
                     start - base, until, node, shared, head, per_kv, scale, window, softcap, is_half,
-                    queries[begin:ending], scores, sums[begin:ending], peaks[begin:ending], totals[begin:ending],
-                    transposed, block, held,
+                    queries[begin:ending], pairs[begin:ending], scores, sums[begin:ending], peaks[begin:ending],
+                    totals[begin:ending], transposed, block, held,
                 )  # fmt: skip
                 own += until - node
                 node = until
@@ -257,7 +260,7 @@ def _cap(line, size, softcap):
 @jit_part
 def _padded(rows):
     """The number of rows in whole tiles."""
-    return (rows + _FEW - 1) // _FEW * _FEW
+    return (rows + FEW - 1) // FEW * FEW
 
 
 @jit_part
@@ -273,21 +276,23 @@ def _most_rows(groups, trees, per_kv):
 
 
 @jit_part
-def _load_queries(query, head, per_kv, factor, queries, nodes):
-    for row in range(nodes * per_kv):
+def _load_queries(query, head, per_kv, scale, is_half, queries, pairs):
+    for row in range(len(queries)):
         line = query[row // per_kv, head * per_kv + row % per_kv]
         for i in range(len(line)):
-            queries[row, i] = widen(line[i]) * factor
+            queries[row, i] = widen(line[i]) * (_F(1.0) if is_half else scale)
+        if is_half:
+            pair_fourths(line, 0, pairs[row])
 
 
 @jit_part
 def _attend_shared(
-    queries, transposed, block, flat, begin, common, head, kv_heads, scale, softcap, is_half, scores, peaks, totals,
-    sums,
+    queries, pairs, transposed, block, flat, begin, common, head, kv_heads, scale, softcap, is_half, scores, peaks,
+    totals, sums,
 ):  # fmt: skip
     """Attend to a block of keys that all queries see."""
     for first in range(0, len(queries), ROWS):
-        score_prompt(queries, first, ROWS, transposed, common, scale, is_half, scores)
+        score_prompt(queries, pairs, first, ROWS, transposed, common, scale, is_half, scores)
         for row in range(ROWS):
             if softcap:
                 _cap(scores[row], common, softcap)
@@ -301,7 +306,7 @@ def _attend_shared(
 @jit_part
 def _attend_tree(
     keys, values, words, flat, parents, depths, start, count, scored, shared, head, per_kv, scale, window,
-    softcap, is_half, queries, scores, sums, peaks, totals, transposed, block, held,
+    softcap, is_half, queries, pairs, scores, sums, peaks, totals, transposed, block, held,
 ):  # fmt: skip
     """One pass over the blocks of keys after the shared ones."""
     rows, deepest, kv_heads = (count - scored) * per_kv, 0, keys.shape[1]
@@ -314,7 +319,7 @@ def _attend_tree(
         held[:] = -1
         for first in range(0, rows, ROWS):
             tile = min(ROWS, len(queries) - first)
-            score_prompt(queries, first, tile, transposed, common, scale, is_half, scores)
+            score_prompt(queries, pairs, first, tile, transposed, common, scale, is_half, scores)
             for row in range(first, min(first + ROWS, rows)):
                 node, line = scored + row // per_kv, scores[row - first]
                 size = min(BLOCK, start + depths[node] + 1 - begin)

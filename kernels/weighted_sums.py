@@ -10,25 +10,30 @@ from typing import Any
 
 import numpy as np
 
-from lookahead.kernels.microkernel import LANES, ROWS, tile_of
+from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of
 from lookahead.kernels.scalars import exp_of_negative, fma, jit_part
+from lookahead.kernels.shuffles import pair_weights
+from lookahead.kernels.softmax_lines import peak_of, weigh_line
 from lookahead.utils.jit import njit
 
 BLOCK = 512  # keys whose weights are computed before their values are added
+LINE = BLOCK + BLOCK // 2  # elements of the scores of a query: those of a block, and room for their weights as pairs
 COLUMNS = 2 * LANES
-SIZES = sorted({4, ROWS})  # rows of a tile: the smaller one for few queries
+FEW = 4  # rows of the smaller tile, for few queries
+SIZES = sorted({FEW, ROWS})
 TOGETHER = 4  # keys whose weighted values are added to each other before they are added to the sum
 
+# Whether an instruction adds both products of a pair to a sum, one after the other, each sum rounded.
+HAS_PAIRS = LANES == 16 and bool(FEATURES.get("avx512bf16"))
+
 _F = np.float32
-_LOWEST = _F(-87.33654475)  # the exponential of smaller numbers is 0
-_LOG2E = _F(1.4426950408889634)
-# 2 ** x for a fraction x is nearly 1 + x minus this polynomial, whose coefficients start with the cube.
-_POLYNOMIAL = _F(-0.079204240219773236), _F(-0.22433836478672356), _F(0.30354260500649682), _F(0.00010703434948458272)
-_EXPONENT, _BIAS = _F(1 << 23), _F(127 << 23)  # a number times the first plus the second: the bits of 2 ** number
 
 
 _fours_of_one: Any = tile_of(1, "fours", rows=SIZES)
 _fours_of_two: Any = tile_of(2, "fours", rows=SIZES)
+_pairs_of_one: Any = tile_of(1, "pairs", rows=[FEW]) if HAS_PAIRS else None
+_pairs_of_two: Any = tile_of(2, "pairs", rows=[FEW]) if HAS_PAIRS else None
+_pairs_of_four: Any = tile_of(4, "pairs", rows=[FEW]) if HAS_PAIRS else None
 _sums_of_one: Any = tile_of(1, "sums", rows=SIZES)
 _sums_of_two: Any = tile_of(2, "sums", rows=SIZES)
 
@@ -37,6 +42,9 @@ _sums_of_two: Any = tile_of(2, "sums", rows=SIZES)
 def weigh_more(scores, size, row, begin, is_half, peaks, totals, sums):
     """Turn the scores of a query into weights, and scale its earlier sums down accordingly."""
     peak, total = _weigh(scores, size, peaks[row], is_half)
+    if peak == peaks[row]:
+        totals[row] += total
+        return
     fade = _F(math.exp(peaks[row] - peak))
     totals[row], peaks[row] = fma(fade, totals[row], total), peak
     if begin:
@@ -47,16 +55,9 @@ def weigh_more(scores, size, row, begin, is_half, peaks, totals, sums):
 @jit_part
 def _weigh(scores, size, peak, is_half):
     """Replace scores by weights; returns the maximum of scores and `peak`, and the sum of the weights."""
-    whole = size // LANES * LANES
-    lanes = np.empty(LANES, np.float32)
-    lanes[:] = peak
-    for first in range(0, whole, LANES):
-        line = scores[first : first + LANES]
-        for lane in range(LANES):  # one instruction, unlike `max`
-            lanes[lane] = line[lane] if line[lane] > lanes[lane] else lanes[lane]
-    for lane in range(LANES):
-        peak = max(peak, lanes[lane])
-    for i in range(whole, size):
+    registers = size // LANES
+    peak = peak_of((scores, 0, registers), peak)
+    for i in range(registers * LANES, size):
         peak = max(peak, scores[i])
     return peak, _weigh_halves(scores, size, peak) if is_half else _weigh_floats(scores, size, peak)
 
@@ -73,38 +74,17 @@ def _weigh_floats(scores, size, peak):
 
 @jit_part
 def _weigh_halves(scores, size, peak):
-    """Weights are rounded to bfloat16 after summation.
-
-    Source of the exponential: Malossi et al. 2015, "Fast exponential computation on SIMD architectures".
-    """
-    whole = size // LANES * LANES
-    lanes = np.zeros(2 * LANES, np.float32)
-    for i in range(whole):
-        shifted = scores[i] - peak
-        power = shifted * _LOG2E
-        fraction = power - np.floor(power)
-        error = fma(fraction, _POLYNOMIAL[0], _POLYNOMIAL[1])
-        error = fma(fraction, error, _POLYNOMIAL[2])
-        error = fma(fraction, error, _POLYNOMIAL[3])
-        weight = np.int32(fma(_EXPONENT, power - error, _BIAS)).view(np.float32)
-        scores[i] = weight if shifted >= _LOWEST else _F(0.0)
-    for first in range(0, whole, LANES):
-        turn = first % (2 * LANES)
-        line, sums = scores[first : first + LANES], lanes[turn : turn + LANES]
-        for lane in range(LANES):
-            sums[lane] += line[lane]
-    half = LANES
-    while half:
-        for lane in range(half):
-            lanes[lane] += lanes[lane + half]
-        half //= 2
-    total = lanes[0]
-    for i in range(whole, size):
-        scores[i] = _F(math.exp(scores[i] - peak))
-        total += scores[i]
-    bits = scores.view(np.int32)
-    for i in range(size):  # to the nearest bfloat16, ties to even
+    """Weights are rounded to bfloat16 after summation, and also stored as pairs from index `BLOCK` on."""
+    registers, bits = size // LANES, scores.view(np.int32)
+    total = weigh_line((scores, 0, registers), (bits, BLOCK), peak)
+    for i in range(registers * LANES, size):
+        weight = _F(math.exp(scores[i] - peak))
+        total += weight
+        scores[i] = weight
         bits[i] = (bits[i] + np.int32(0x7FFF) + ((bits[i] >> np.int32(16)) & np.int32(1))) & np.int32(-65536)
+    last = size // COLUMNS * COLUMNS
+    if last < size:
+        pair_weights((bits, last), (bits, BLOCK + last // 2))
     return total
 
 
@@ -112,12 +92,32 @@ def _weigh_halves(scores, size, peak):
 def add_fours(weights, block, size, sums, first, count):
     """Add weighted values of a block, four keys at a time. The products are exact, so only the sums round."""
     dim = sums.shape[1]
+    if HAS_PAIRS:
+        _add_pairs(weights.view(np.int32), block.view(np.int32), size // TOGETHER * TOGETHER, sums, first, count)
+        return
     for column in range(0, dim if size else 0, COLUMNS):
         to = first * dim + column
         if dim - column > LANES:
-            _fours_of_two((weights, 0, BLOCK, 1), (block, column, dim), (sums, to, dim), count, size)
+            _fours_of_two((weights, 0, LINE, 1), (block, column, dim), (sums, to, dim), count, size)
         else:
-            _fours_of_one((weights, 0, BLOCK, 1), (block, column, dim), (sums, to, dim), count, size)
+            _fours_of_one((weights, 0, LINE, 1), (block, column, dim), (sums, to, dim), count, size)
+
+
+@jit_part
+def _add_pairs(weights, block, size, sums, first, count):
+    """`add_fours` by the CPU's instruction, of paired values and weights."""
+    dim = sums.shape[1]
+    for row in range(0, count, FEW):
+        of_row = (weights, row * LINE + BLOCK, LINE, 1)
+        for column in range(0, dim // (2 * COLUMNS) * 2 * COLUMNS, 2 * COLUMNS):
+            to = (sums, (first + row) * dim + column, dim)
+            _pairs_of_four(of_row, (block, column, dim), to, FEW, size // 2)
+        for column in range(dim // (2 * COLUMNS) * 2 * COLUMNS, dim, COLUMNS):
+            to = (sums, (first + row) * dim + column, dim)
+            if dim - column > LANES:
+                _pairs_of_two(of_row, (block, column, dim), to, FEW, size // 2)
+            else:
+                _pairs_of_one(of_row, (block, column, dim), to, FEW, size // 2)
 
 
 @jit_part
@@ -127,9 +127,9 @@ def add_sums(weights, values, begin, size, head, kv_heads, sums, first, count):
     for column in range(0, dim if size else 0, COLUMNS):
         at, step, to = (begin * kv_heads + head) * dim + column, kv_heads * dim, first * dim + column
         if dim - column > LANES:
-            _sums_of_two((weights, 0, BLOCK, 1), (values, at, step), (sums, to, dim), count, size)
+            _sums_of_two((weights, 0, LINE, 1), (values, at, step), (sums, to, dim), count, size)
         else:
-            _sums_of_one((weights, 0, BLOCK, 1), (values, at, step), (sums, to, dim), count, size)
+            _sums_of_one((weights, 0, LINE, 1), (values, at, step), (sums, to, dim), count, size)
 
 
 @jit_part

@@ -275,3 +275,7 @@ def check_whole(name: str, value: Any, least: int, most: int | None = None, *, i
     if not is_whole or value < least or (most is not None and value > most):
         span = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ConfigError(f"{name} must be {instead}a whole number {span}, got {value!r}")
+
+
+DEFAULTS = LookaheadConfig()
+"""The options of a call without a configuration."""

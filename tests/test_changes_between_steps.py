@@ -125,7 +125,7 @@ def test_a_hook_runs_once_in_every_pass_whichever_kernels_serve_it(name, fused, 
             target.read([np.arange(3, 14, dtype=np.int32)])
             for nodes in (1, 5, 5, 30):  # the last ones behind the window
                 target.score(trees_of(1, nodes, 0), BitPolicy.SOLO)
-                target.commit(0, np.arange(min(nodes, 4), dtype=np.int32))
+                target.cache.commit(0, np.arange(min(nodes, 4), dtype=np.int32))
             passes += 5
     assert len(seen) == passes
 

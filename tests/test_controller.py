@@ -376,5 +376,5 @@ def test_slow_first_proposals_and_failed_first_drafts_do_not_blind_a_large_model
         took = 1.7 if drafted else 1.0
         budget.record(1, drafted=drafted, tokens=1.0, forward=took, usual=took, proposing=proposing)
     for _ in range(32):
-        assert budget.proposes(1)
+        assert budget.prices(1)
         budget.record(1, drafted=False, tokens=1.0, forward=1.0, usual=1.0, proposing=0.005)

@@ -46,7 +46,7 @@ def test_whole_passes_in_bfloat16_have_the_bits_of_the_models_own_layers(
     expected = own_code(model, rows, nodes, hidden_layers=hidden_layers)
     assert not fused
     got = logits_of(model, rows, nodes, hidden_layers=hidden_layers)
-    assert len(fused) >= 3 * 3
+    assert len(fused) >= 3 * 2
     assert len(got) == len(expected) and all(map(torch.equal, got, expected))
 
 

@@ -207,7 +207,7 @@ def test_replayed_trees_are_scored_as_trees_are(
             for row, tree in enumerate(trees):
                 torch.testing.assert_close(got[row, : len(tree)], want[row, : len(tree)], rtol=1e-4, atol=1e-4)
                 for target in (fast, plain):
-                    target.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
+                    target.cache.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
     assert len(recordings) == 1
 
 

@@ -119,7 +119,7 @@ def test_a_replayed_pass_gives_the_logits_of_the_same_pass_run_by_hand(
                 )
             for row, tree in enumerate(trees):
                 for target in (replayed, by_hand):
-                    target.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
+                    target.cache.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
             if step == 6:  # other passes between replays
                 for target in (replayed, by_hand):
                     target.score([TokenTree.from_parents([9, 8], [0, 0])] * 2, scored=np.ones(2, np.int64))

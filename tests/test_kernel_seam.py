@@ -228,7 +228,7 @@ def test_what_a_pass_reads_of_the_host_does_not_grow_with_the_context(
                 target.score([random_tree(n, n) for n in nodes])
             assert len(transfers.bytes) <= 7 and sum(transfers.bytes) < 2000
         with Transfers() as transfers:
-            target.commit(0, np.array([0, 2, 4], np.int32))
+            target.cache.commit(0, np.array([0, 2, 4], np.int32))
         assert len(transfers.bytes) == 1, "once for all layers: every copy waits for the GPU"
         static = FixedShapePass(target.cache.slots, 4, 16, meta)
         with Transfers() as transfers:
@@ -280,7 +280,7 @@ def test_commits_by_compaction_leave_the_cache_that_moving_each_layer_leaves(
                 logits = target.score(trees)
                 scored = [logits[row, : len(tree)] for row, tree in enumerate(trees)]
                 for row, tree in enumerate(trees):
-                    target.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
+                    target.cache.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
         return target.cache, scored
 
     with_kernel, scored = run()

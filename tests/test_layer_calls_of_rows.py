@@ -56,8 +56,8 @@ def test_rows_that_copied_a_text_read_it_once_and_compute_what_each_does_alone(d
             error = 0.0 if dtype == HALF else 1e-4 * float(expected.abs().max())
             torch.testing.assert_close(got[at, : len(expected)], expected, rtol=0, atol=error)
             path = np.arange(min(len(trees[at]), 2), dtype=np.int32)
-            together.commit(at, path)
-            alone[row].commit(0, path)
+            together.cache.commit(at, path)
+            alone[row].cache.commit(0, path)
         with together.serving():
             together.retire(gone)
         last = places.pop()
@@ -109,8 +109,8 @@ def test_rows_of_any_sizes_are_one_call_and_each_computes_what_it_does_alone(sco
             error = 0.0 if dtype == HALF else 1e-4 * float(expected.abs().max())
             torch.testing.assert_close(got[at, :nodes], expected[:nodes], rtol=0, atol=error)
             path = np.arange(min(len(trees[at]), 2), dtype=np.int32)
-            together.commit(at, path)
-            alone[row].commit(0, path)
+            together.cache.commit(at, path)
+            alone[row].cache.commit(0, path)
         gone = step % len(places)
         with together.serving():
             together.retire(gone)

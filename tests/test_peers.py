@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, takewhile
 from pathlib import Path
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from bench.ablation import RULES, config_of, decode, decode_all
 from bench.llm_figures import Prompt
-from bench.racer import Ngrams, Racer
 from bench.rules import SamRecycling
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Feedback, Proposal, Top
@@ -75,10 +73,8 @@ def test_rules_of_others_draft_for_a_model_within_the_nodes_and_change_no_token(
         for drafted in (first, second):
             assert drafted.tokens == plain.tokens
             assert 0 < drafted.drafted <= 7 * (len(drafted.steps) - 1)
-        # SAM's successors after the tokens of the same prompt are those of its prefill again.
-        if memory == "shared" and name == "racer":
-            assert len(second.steps) < len(first.steps)
-        elif memory == "request":
+        # With a shared memory, too, the successors after the tokens of the same prompt are those of its prefill again.
+        if memory == "request":
             assert second.steps == first.steps
 
 
@@ -120,62 +116,9 @@ def same_end(left: Sequence[int], right: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-@given(st.lists(st.integers(0, 2), min_size=11, max_size=60), st.integers(1, 40), st.integers(1, 8))
-def test_racer_joins_the_most_frequent_continuations_with_the_logits_tree(text, nodes, breadth):
-    rule = Racer(9, breadth=breadth)
-    rule.start(0, np.array(text[:5], np.int32))
-    successors = {token: [(3 * token + rank) % 9 for rank in range(8)] for token in range(7)}
-    tell(rule, text[5:-3], successors)
-    tell(rule, text[-3:])
-    windows = [text[end - 10 : end] for end in range(10, len(text))]
-    counts = Counter(tuple(window[:length]) for window in windows for length in range(1, 11))
-    pooled = [
-        (-counts[ngram], len(ngram) - length, -length, ngram[length:])
-        for length in range(2, 11)
-        for ngram in counts
-        if ngram[:length] == tuple(text[-length:])
-    ]
-    expected = first_nodes([path for *_, path in sorted(pooled)[: nodes + 1]], nodes)
-    queue = deque([((), breadth, breadth)])
-    while queue:
-        path, children, next_breadth = queue.popleft()
-        for token in successors.get((text[-1], *path)[-1], [])[:children]:
-            if len(expected) <= nodes or (*path, token) in expected:
-                expected = first_nodes([*expected, (*path, token)], nodes)
-                queue.append(((*path, token), max(1, next_breadth), next_breadth // 2))
-            next_breadth //= 2
-    assert paths_of(rule.propose(0, nodes)) == expected
-
-
-def test_the_logits_tree_of_racer_is_that_of_the_figure_in_its_paper():
-    rule = Racer(400, breadth=4)
-    rule.start(0, np.array([0], np.int32))
-    tell(rule, [0], {token: [*range(4 * token + 1, 4 * token + 5), 0, 0, 0, 0] for token in range(60)})
-    paths = paths_of(rule.propose(0, 20))
-    inner = {path[:-1] for path in paths}
-    leaves = {(4, 17), (1, 5, 21), (1, 5, 22), (1, 6, 25), (1, 7, 29), (1, 8, 33), (2, 9, 37), (2, 10, 41), (3, 13, 53)}
-    assert len(paths) == 21 and {path for path in paths if path not in inner} == leaves
-
-
-@given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), min_size=1, max_size=40), st.integers(5, 20))
-def test_a_full_automaton_drops_the_least_recently_used_leaves(ngrams, capacity):
-    kept, states = Ngrams(capacity), dict[Path_, tuple[int, int, int]]()  # last use, the deepest first, and count
-    for time, ngram in enumerate(ngrams):
-        kept.insert(ngram)
-        known = [tuple(ngram[:length]) for length in range(1, 5) if tuple(ngram[:length]) in states]
-        states.update({begin: (time, -len(begin), states[begin][2] + 1) for begin in known})
-        for length in range(len(known) + 1, 5):
-            if len(states) >= capacity:
-                del states[min(states, key=lambda begin: states[begin])]
-            states[tuple(ngram[:length])] = (time, -length, 1)
-        assert len(kept) == len(states) <= capacity
-        assert all(kept.find(begin).count == count for begin, (_, _, count) in states.items())
-
-
-@pytest.mark.parametrize("make", [SamRecycling, Racer])
-def test_rules_that_recycle_the_prompt_know_the_likeliest_successors_of_its_tokens(tiny_llama, make):
+def test_rules_that_recycle_the_prompt_know_the_likeliest_successors_of_its_tokens(tiny_llama):
     ids = torch.tensor([[7, 3, 9, 3, 20, 7, 41]])
-    rule = Racer(101, tiny_llama) if make is Racer else SamRecycling(101, 8, model=tiny_llama)
+    rule = SamRecycling(101, 8, model=tiny_llama)
     config = LookaheadConfig(draft="fixed", proposers=(lambda call: rule,), max_nodes=8)
     decode(tiny_llama, Prompt("", ids), Namespace(max_new_tokens=2, temperature=0.0), config)
     expected = dict(zip(ids[0].tolist(), tiny_llama(ids).logits[0].topk(8).indices.tolist(), strict=True))

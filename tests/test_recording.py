@@ -34,7 +34,7 @@ def scores(model: PreTrainedModel, steps: int, *, captures: bool) -> tuple[list[
         for step in range(steps):
             logits.append(target.score([TokenTree.root(5 + step)]))
             cold.append(target.is_cold)
-            target.commit(0, np.zeros(1, np.int32))
+            target.cache.commit(0, np.zeros(1, np.int32))
     return logits, cold
 
 

@@ -70,7 +70,7 @@ def test_the_logits_of_every_node_are_those_of_reading_its_path_token_by_token(f
     with backend.serving():
         backend.read([np.array(text, np.int32) for text in texts])
         for row in range(2):
-            backend.commit(row, ROOT)
+            backend.cache.commit(row, ROOT)
         for size in (7, 1, 12):
             parents = [0, *(int(rng.integers(node)) for node in range(1, size))]
             trees = [TokenTree.from_parents(rng.integers(3, 101, size), parents) for _ in texts]
@@ -84,7 +84,7 @@ def test_the_logits_of_every_node_are_those_of_reading_its_path_token_by_token(f
                     torch.testing.assert_close(scores[row, node], own, rtol=1e-3, atol=1e-5 if is_double else 1e-3)
                 taken = paths[int(rng.integers(size))]
                 texts[row] += tree.tokens[taken].tolist()
-                backend.commit(row, np.array(taken, np.int32))
+                backend.cache.commit(row, np.array(taken, np.int32))
 
 
 def test_a_batch_is_decoded_plainly_where_padding_changes_states() -> None:
@@ -190,7 +190,7 @@ def test_in_half_precision_the_bits_do_not_depend_on_how_many_nodes_share_a_pare
     backend = backend_for(model, rows=1, capacity=64)
     with backend.serving():
         backend.read([prompt])
-        backend.commit(0, ROOT)
+        backend.cache.commit(0, ROOT)
         scores = backend.score([tree], BitPolicy.SOLO)[0]
         own_pass(model, prompt, past, 0)
         own_pass(model, tree.tokens[:1], past, 4)
@@ -248,7 +248,7 @@ def test_linear_layers_of_a_recurrent_layer_run_once_a_pass_at_any_depth() -> No
     tree = TokenTree.from_parents([5, 9, 31, 77, 2], [0, 0, 1, 2, 3])
     with backend.serving():
         backend.read([np.array([5, 9, 31], np.int32)])
-        backend.commit(0, ROOT)
+        backend.cache.commit(0, ROOT)
         backend.score([tree])  # which shows the layer that makes the output
         calls.clear()
         backend.score([tree])

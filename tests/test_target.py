@@ -84,7 +84,7 @@ def test_rows_of_any_length_score_and_commit_trees_of_any_shape(model: PreTraine
             for row, tree in enumerate(trees):
                 leaf = len(tree) - 1
                 path = np.flatnonzero(ancestor_mask(tree)[leaf]).astype(np.int32)
-                target.commit(row, path)
+                target.cache.commit(row, path)
                 texts[row] += tokens_to(tree, leaf)
 
 
@@ -120,7 +120,7 @@ def test_trees_that_grow_are_scored_node_by_node_as_if_at_once(model: PreTrained
                 scored = new
             for row, tree in enumerate(trees):
                 leaf = int(rng.integers(len(tree)))
-                target.commit(row, np.flatnonzero(ancestor_mask(tree)[leaf]).astype(np.int32))
+                target.cache.commit(row, np.flatnonzero(ancestor_mask(tree)[leaf]).astype(np.int32))
                 texts[row] += [*tokens_to(tree, leaf)[1:], 50, 51][: rng.integers(1, 3) + tree.depths[leaf]]
 
 

@@ -71,7 +71,7 @@ def test_every_node_has_the_logits_and_states_of_its_path_token_by_token(name: s
     backend = backend_for(model, rows=1, capacity=64)
     with backend.serving():
         backend.read([prompt])
-        backend.commit(0, ROOT)
+        backend.cache.commit(0, ROOT)
         scores = backend.score([tree], BitPolicy.SOLO)[0]
     assert ("states by kernels", True) in [(each.path, each.serves) for each in backend.report().paths]
     for node in range(len(tree)):
@@ -203,7 +203,7 @@ def test_code_that_is_replaced_between_passes_runs(monkeypatch: pytest.MonkeyPat
     tree = TokenTree.from_parents([5, 9, 31], [0, 0, 1])
     with backend.serving():
         backend.read([np.array([5, 9, 31], np.int32)])
-        backend.commit(0, ROOT)
+        backend.cache.commit(0, ROOT)
         assert not backend.has_changed()
         expected = backend.score([tree])
         monkeypatch.setattr(qwen, "causal_conv1d_update", lambda *given: calls.append(given) or own(*given))
@@ -236,7 +236,7 @@ def test_hooks_on_products_see_all_nodes_once(name: str) -> None:
     backend = backend_for(model, rows=1, capacity=16)
     with backend.serving():
         backend.read([np.array([5, 9, 31], np.int32)])
-        backend.commit(0, ROOT)
+        backend.cache.commit(0, ROOT)
         calls.clear()
         backend.score([TokenTree.from_parents([5, 9, 31, 77, 2], [0, 0, 1, 2, 3])])
     for handle in handles:
@@ -248,11 +248,11 @@ def test_a_copy_of_a_row_keeps_its_states_while_the_row_goes_on() -> None:
     backend = backend_for(built("Qwen3_5", SINGLE), rows=1, capacity=64)
     with backend.serving():
         backend.read([np.array([5, 9, 31], np.int32)])
-        backend.commit(0, ROOT)
+        backend.cache.commit(0, ROOT)
         copies = []
         for token in (7, 8, 9, 10):
             backend.score([TokenTree.root(token)])
-            backend.commit(0, ROOT)
+            backend.cache.commit(0, ROOT)
             copy = backend.cache.extract_row(0).states[0]
             copies.append((copy, {key: each.clone() for key, each in copy.items()}))
     for copy, before in copies:

@@ -92,7 +92,7 @@ def _sweep(
     spent: list[list[float]] = []
     with backend.serving():
         backend.read([prompt[:2]])  # enough to refuse a model that is too slow
-        backend.commit(0, root)
+        backend.cache.commit(0, root)
         plain_s = min(timed(partial(_step, backend, trees[nodes.index(1)], policy), device) for _ in range(2))
         round_s, warm_ups = plain_s * len(nodes) * _STEP_TO_PLAIN, _WARM_UPS
         if within_s < math.inf:
@@ -102,7 +102,7 @@ def _sweep(
         if round_s * (warm_ups + rounds) > within_s:
             return []
         backend.read([prompt])
-        backend.commit(0, root)
+        backend.cache.commit(0, root)
         for _ in range(warm_ups + rounds):
             spent.append([timed(partial(_step, backend, tree, policy), device) for tree in trees])
     return [statistics.median(times) for times in zip(*spent[warm_ups:], strict=True)]

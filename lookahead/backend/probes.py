@@ -191,12 +191,12 @@ def scores_like_the_model(
     with backend.serving():
         backend.read([np.array(text, np.int32) for text in texts])
         for row in range(rows):
-            backend.commit(row, path[:1])  # the last token of the prompt
+            backend.cache.commit(row, path[:1])  # the last token of the prompt
         first = backend.score([tree] * rows)
         for row in range(rows):
-            backend.commit(row, path)
+            backend.cache.commit(row, path)
         second = backend.score([TokenTree.root(tokens[0])] * rows)
-        backend.commit(0, path[:1])
+        backend.cache.commit(0, path[:1])
         if rows > 1:
             backend.retire(1)
         third = backend.score([TokenTree.root(tokens[3])])  # in half precision the model's own pass

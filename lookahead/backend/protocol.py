@@ -143,9 +143,6 @@ class Backend(Protocol):
             `[active, nodes of the largest tree, vocab]`.
         """
 
-    def commit(self, row: int, path: IntArray) -> None:
-        """Keep the KV of an accepted path (int32 `[a]`, from node 0) of a row's tree."""
-
     def retire(self, row: int) -> int:
         """Remove a finished row from the passes; returns the last row, which takes its place."""
 

@@ -23,10 +23,7 @@ from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
 from lookahead.model.facts import (
-    attention_name,
-    calls_registered_attention,
     decoder_vocabulary,
-    input_device,
 )
 from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import plan_of, state_of
@@ -60,7 +57,7 @@ def _kernels_agree(model: PreTrainedModel, shape: Shape) -> bool:
     try:
         with backend.serving():
             backend.read([np.array([first], np.int32)])
-            backend.commit(0, _ROOT)
+            backend.cache.commit(0, _ROOT)
             logits = backend.score([tree])[0, -2]
         path = [first, *(drafted[node] for node in _path_to(tree, len(drafted) - 2))]
         if agree(model, logits, step_logits(model, path[:1], path[1:])):
@@ -102,14 +99,14 @@ def serves_experts(model: PreTrainedModel) -> bool:
 
 def may_keep_bits(model: PreTrainedModel) -> bool:
     """Whether comparing bits of a model's passes is worthwhile: half precision on a CPU, without autocast."""
-    config: Any = model.config.get_text_config()
+    plan = plan_of(model)
     return (
         model.dtype in TOLERANCE
-        and input_device(model).type == "cpu"
-        and calls_registered_attention(model)
-        and attention_name(config) in ("sdpa", "eager")
+        and plan.device.type == "cpu"
+        and plan.registers_attention
+        and plan.attention in ("sdpa", "eager")
         # Masks of chunks change the order of summation.
-        and not getattr(config, "attention_chunk_size", None)
+        and not getattr(model.config.get_text_config(), "attention_chunk_size", None)
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -151,9 +148,9 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
     backend = CpuBackend(model, rows=1, capacity=64, make_inputs=make_inputs)
     with backend.serving():
         backend.read([prompt])
-        backend.commit(0, _ROOT)
+        backend.cache.commit(0, _ROOT)
         scores = backend.score([tree], BitPolicy.SOLO)[0]
-        backend.commit(0, np.array([*range(fork + 1), branch], np.int32))
+        backend.cache.commit(0, np.array([*range(fork + 1), branch], np.int32))
         behind = backend.score([TokenTree.root(int(prompt[0]))], BitPolicy.SOLO)[0, 0]
     own_pass(model, prompt, past, 0, inputs)
     steps = [(tree.tokens[node : node + 1], node, scores[node]) for node in range(_LONGEST + 1)]

@@ -253,10 +253,6 @@ class TorchBackend:
         """
         return None, True
 
-    def commit(self, row: int, path: IntArray) -> None:
-        """See `Backend.commit`."""
-        self.cache.commit(row, path)
-
     def retire(self, row: int) -> int:
         """See `Backend.retire`."""
         last = self.cache.retire(row)

@@ -122,7 +122,8 @@ def generate(
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     options = with_sampling(generation_config, generate_kwargs)
-    options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
+    if per_row is not None or any(each is not None for each in grammars.values()):
+        options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
@@ -194,7 +195,8 @@ def stream(
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     options = with_sampling(generation_config, generate_kwargs)
-    options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
+    if per_row is not None or any(each is not None for each in grammars.values()):
+        options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:
@@ -276,7 +278,8 @@ def stream_many(
     given = (config, generation_config, None, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     options = with_sampling(generation_config, generate_kwargs)
-    options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
+    if per_row is not None or any(each is not None for each in grammars.values()):
+        options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     separated = iter(reader.separate(prompts))
     if reader.further:

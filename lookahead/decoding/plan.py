@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from lookahead.backend import probes, support
 from lookahead.backend.protocol import Shape
-from lookahead.config import LookaheadConfig
+from lookahead.config import DEFAULTS, LookaheadConfig
 from lookahead.decoding import validation
 from lookahead.decoding.assembly import Common, assemble
 from lookahead.decoding.hf_outputs import copy_prefix_from
@@ -43,7 +43,6 @@ from lookahead.verification.sampling import TokenChooser, warp_of
 from lookahead.verification.stopping import StoppingRule, stateful_name, stateful_reason, stopping_rule
 
 Loop = Engine | PlainLoop
-_DEFAULTS = LookaheadConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +60,7 @@ class RequestPlan:
         reason: Why transformers decodes the call, for a warning; empty if there is nothing to report.
         is_refused: Whether `reason` is an error, since the given configuration names proposers.
         predictions: The expected output of every prompt; empty for none.
+        keeps_cache: Whether the caller gets the cache.
         generator: Draws the tokens of sampled rows; None for torch's global generator, whose draws depend on the order
             of calls, so these rows are decoded alone.
     """
@@ -75,6 +75,7 @@ class RequestPlan:
     reason: str = ""
     is_refused: bool = False
     predictions: Sequence[Sequence[IntArray]] = ()
+    keeps_cache: bool = False
     generator: torch.Generator | None = None
 
     @property
@@ -93,12 +94,6 @@ class RequestPlan:
             return support.support_of(self.call.model, **given).shape == "trees"
         return self.shape == "trees"
 
-    @property
-    def keeps_cache(self) -> bool:
-        """Whether the caller gets the cache."""
-        past = cache_in(self.call.model_kwargs)
-        return validation.is_cache_returned(past, self.call.generation_config)
-
     def rows(self) -> list[Row]:
         """The rows of an engine, one for each prompt."""
         call, longest = self.call, self.call.input_ids.shape[1]
@@ -106,7 +101,8 @@ class RequestPlan:
         is_shown = bool(config.output_scores or config.output_logits)
         batch_size = len(self.lengths)
         sampling: Any = {"do_sample": self.is_sampled, "keep": is_shown, "generator": self.generator}
-        is_edited = batch_size == 1 and bool(stateful_name(call.logits_processor, call.stopping_criteria, config))
+        has_objects = batch_size == 1 and bool(call.logits_processor or self.stopping.custom)
+        is_edited = has_objects and bool(stateful_name(call.logits_processor, call.stopping_criteria, config))
         chooser = TokenChooser(call.logits_processor, batch_size=batch_size, **sampling)
         rows = []
         for i, (ids, length) in enumerate(zip(call.input_ids.cpu().numpy(), self.lengths.tolist(), strict=True)):
@@ -133,7 +129,8 @@ class RequestPlan:
             UnsupportedModelError: Nothing can be drafted, though the given configuration asks for drafts.
         """
         call = self.call
-        if (loop := _loop_of(call)) is not None:
+        is_ours = call.generation_config.get_generation_mode() in validation.LOOPS
+        if not is_ours and (loop := _loop_of(call)) is not None:
             return loop(call, self.common.config, is_refused=self.is_refused, context=self.context)
         if self.reason and self.is_refused:
             raise UnsupportedModelError(f"{self.reason}; leave out {self.common.config.demands} to decode it plainly")
@@ -158,8 +155,7 @@ class RequestPlan:
 
 def _loop_of(call: ResolvedCall) -> Callable[..., PlainLoop] | None:
     """The plug-in that decodes calls of this generation mode; None for the modes of `Engine`."""
-    mode = call.generation_config.get_generation_mode()
-    loop: Callable[..., PlainLoop] | None = None if mode in validation.LOOPS else plugin_for("loop", mode.value)
+    loop: Callable[..., PlainLoop] | None = plugin_for("loop", call.generation_config.get_generation_mode().value)
     return loop
 
 
@@ -176,6 +172,7 @@ def plan_request(
     tokenizer: PreTrainedTokenizerBase | None = None,
     context: int | None = None,
     memory: Memory | None = None,
+    lengths: NDArray[np.int64] | None = None,
 ) -> RequestPlan:
     """Check a call of `model.generate` and decide how to decode it.
 
@@ -185,18 +182,20 @@ def plan_request(
         tokenizer: The model's tokenizer.
         context: Maximum tokens of a row; None for no limit.
         memory: As in `Common`.
+        lengths: int64 `[batch]`, tokens of the prompts without padding, if these have been checked.
 
     Raises:
         PromptError: A prompt has no tokens, or is longer than the model's context.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
-    model, generation_config, config = call.model, call.generation_config, config or _DEFAULTS
+    model, generation_config, config = call.model, call.generation_config, config or DEFAULTS
     if call.model_kwargs.keys() & validation.TOKEN_TYPES:
         recognise(model, trusted=config.trust_user_code)
     stopping = stopping_rule(call.stopping_criteria, generation_config)
     named = ", ".join(missing_names())
     lacking = f"the installed libraries lack what drafts need, {named}" if named else ""
-    if _loop_of(call) is not None:
+    is_ours = generation_config.get_generation_mode() in validation.LOOPS
+    if not is_ours and _loop_of(call) is not None:
         if lacking:
             raise UnsupportedModelError(lacking)
         given: Any = {"lengths": np.zeros(0, np.int64), "is_refused": bool(config.demands)}
@@ -207,21 +206,25 @@ def plan_request(
     # transformers masks the empty slots of a static cache; without a cache, or with a prefill in parts, its products
     # have other row counts. Either way the bits differ from decoding one token at a time.
     is_static = isinstance(getattr(past, "self_attention_cache", past), StaticCache)
+    keeps_cache = validation.is_cache_returned(past, generation_config)
     common = Common(
         model=model,
         config=config,
         tokenizer=tokenizer,
         memory=memory,
-        keep_cache=validation.is_cache_returned(past, generation_config) or tokens_in(past) > 0,
+        keep_cache=keeps_cache or tokens_in(past) > 0,
         is_rounded=is_static or validation.reads_otherwise(generation_config),
     )
-    lengths = validation.prompt_lengths(model, call.input_ids, call.model_kwargs)
-    plan = RequestPlan(call=call, common=common, context=context, lengths=lengths, stopping=stopping)
+    if lengths is None:
+        lengths = validation.prompt_lengths(model, call.input_ids, call.model_kwargs)
+    given = {"lengths": lengths, "stopping": stopping, "keeps_cache": keeps_cache}
+    plan = RequestPlan(call=call, common=common, context=context, **given)
     if reason := unserved_reason(call) or lacking:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
     if stopping.max_length <= call.input_ids.shape[1] + 1:
         return plan  # a single token: there is nothing to draft
-    if reason := _reason_of_objects(plan):
+    has_objects = bool(call.logits_processor or stopping.custom)
+    if has_objects and (reason := _reason_of_objects(plan)):
         return replace(plan, reason=reason)
     return _with_drafts(plan)
 
@@ -242,7 +245,8 @@ def _with_drafts(plan: RequestPlan) -> RequestPlan:
     call, common, stopping, (batch_size, longest) = plan.call, plan.common, plan.stopping, plan.call.input_ids.shape
     model, config, is_padded = call.model, common.config, bool(plan.lengths.min() < longest)
     others, found = validation.other_inputs(model, call.model_kwargs), _found(plan)
-    if not validation.has_usual_positions(call.model_kwargs.get("position_ids"), plan.lengths, longest):
+    positions = call.model_kwargs.get("position_ids")
+    if positions is not None and not validation.has_usual_positions(positions, plan.lengths, longest):
         others = [*others, "position_ids"]
     batch: Any = {"rows": batch_size, "is_padded": is_padded, "is_rounded": common.is_rounded}
     shape, reason = shape_of(model, found, config, **batch)
@@ -272,19 +276,19 @@ def _with_drafts(plan: RequestPlan) -> RequestPlan:
 
 def _found(plan: RequestPlan) -> support.Support:
     """The support of the model for drafts, given the cache and the padding of the call."""
-    call, model, past, kind = plan.call, plan.call.model, cache_in(plan.call.model_kwargs), kind_of(plan.call.model)
+    call, model, past = plan.call, plan.call.model, cache_in(plan.call.model_kwargs)
     given: Any = {"shortest": int(plan.lengths.min()), "max_length": plan.stopping.max_length}
-    kind.note(call)
+    of_kind = kind_of(model).cache_reason(call)
     given["is_alone"] = call.input_ids.shape == (1, given["shortest"]) and not plan.common.is_rounded
     found = support.support_of(model, **given, trusted=plan.common.config.trust_user_code)
-    changed, why = changed_cache(past), ""
-    if call.generation_config.use_cache is not False and plan_of(model).trains and checkpointed(model):
+    changed, why, facts = changed_cache(past), "", plan_of(model)
+    if call.generation_config.use_cache is not False and facts.trains and checkpointed(model):
         why = "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
     elif changed:
         why = f"its cache has its own code, {changed}"
     elif found.shape != "none":
-        why = _reason_of_states(plan, past)
-    why = why or kind.cache_reason(call)
+        why = _reason_of_states(plan, past) if facts.may_keep_states or facts.picks_keys else ""
+    why = why or of_kind
     return support.Support("none", why) if why else found
 
 

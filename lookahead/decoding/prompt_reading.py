@@ -200,7 +200,7 @@ class PromptReading:
         with backend.serving():
             backend.read([np.zeros(n, np.int32) for n in self._lengths])  # the model has read them
             for row in range(rows):
-                backend.commit(row, np.zeros(1, np.int32))
+                backend.cache.commit(row, np.zeros(1, np.int32))
             logits = backend.score(trees)
             pairs = [
                 (logits[row, node], each[row]) for row in range(rows) for node, each in zip((0, -1), own, strict=True)

@@ -90,9 +90,8 @@ def pad_prompts(prompts: Sequence[list[int]], pad: int, *, on_the_right: bool) -
 class PromptReader:
     """Reads the prompts of a call and plans their decoding, with the arguments of `lookahead.generate`.
 
-    A prompt has at most `limit` tokens, or `room` to leave space for its output; None for no limit. `has_own` is
-    whether the options of `model.generate` hold a user's own processors or criteria. `further` are inputs of the model
-    that came with the tokens, such as images; inputs `[batch, tokens]` are lists without padding.
+    A prompt has at most `limit` tokens, or `room` to leave space for its output; None for no limit. `further` are
+    inputs of the model that came with the tokens, such as images; inputs `[batch, tokens]` are lists without padding.
     """
 
     def __init__(
@@ -112,10 +111,10 @@ class PromptReader:
         if truncate not in (None, "left", "right"):
             raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")
         self.config, self.model, self.tokenizer, self._seed = config, model, tokenizer, seed
-        self.has_own = has_own(options)
-        self._generation_config, self.options = validation.serve_stop_strings(
-            model, tokenizer, generation_config, options
-        )
+        self._given, self._generation_config, self.options = options, generation_config, options
+        if self.option("stop_strings") is not None:
+            served = validation.serve_stop_strings(model, tokenizer, generation_config, options)
+            self._generation_config, self.options = served
         self._special, self._truncate, self.further = add_special_tokens, truncate, dict[str, Any]()
         self._chat_kwargs = {} if chat_template_kwargs is None else template_options(chat_template_kwargs)
         self._kind = kind_of(model)
@@ -129,6 +128,11 @@ class PromptReader:
                 f"max_new_tokens must be less than the model's context of {self.limit} tokens to truncate a prompt, "
                 f"got {reserved}"
             )
+
+    @property
+    def has_own(self) -> bool:
+        """Whether the options of `model.generate` hold a user's own processors or criteria."""
+        return has_own(self._given)
 
     def option(self, name: str) -> Any:
         """An option of the call as `model.generate` resolves it."""
@@ -173,7 +177,11 @@ class PromptReader:
             generation_config=self._generation_config,
             **{**options, **(self._padded_further(device) if self.further else {})},
         )
-        return replace(plan_request(call, self.config, self.tokenizer, context), predictions=expected)
+        # Within the context no position is missing, and `read` has checked the tokens.
+        is_checked = context is not None and not self.further and call.input_ids.shape == padded.shape
+        lengths = np.array([*map(len, encoded)]) if is_checked else None
+        plan = plan_request(call, self.config, self.tokenizer, context, lengths=lengths)
+        return replace(plan, predictions=expected)
 
     def read_prediction(self, given: Any, index: int) -> tuple[IntArray, ...]:
         """The expected output of one prompt as token ids; `index` is the number of the prompt."""
@@ -247,7 +255,7 @@ class PromptReader:
 
     def read(self, prompt: Any, index: int) -> list[int]:
         """The token ids of one prompt: text, chat messages or ids. `index` is its number, for error messages."""
-        if is_chat(prompt):
+        if not isinstance(prompt, str) and is_chat(prompt):
             prompt = text_messages(prompt, index, self.tokenizer, self._chat_kwargs)
         if isinstance(prompt, str):
             _check_text(prompt, f"prompt {index}")

@@ -12,7 +12,7 @@ import torch
 
 from lookahead.backend.protocol import OnPrefill
 from lookahead.backend.support import support_of
-from lookahead.config import LookaheadConfig, check_whole
+from lookahead.config import DEFAULTS, check_whole
 from lookahead.decoding.cache_room import MAX_ROWS, cache_tokens_of, rows_of
 from lookahead.decoding.plan import Loop, RequestPlan, generator_for, joins_alone, shape_of
 from lookahead.decoding.prompts import Prompt, PromptReader
@@ -60,13 +60,14 @@ class Scheduler:
         is_mixed: bool = False,
         on_prefill: OnPrefill | None = None,
     ) -> None:
-        self._reader, self._config = reader, reader.config or LookaheadConfig()
+        self._reader, self._config = reader, reader.config or DEFAULTS
         if rows is not None:
             check_whole("rows", rows, 1, MAX_ROWS)
         if cache_tokens is not None:
             check_whole("cache_tokens", cache_tokens, 1)
         check_whole("prefix_bytes", prefix_bytes, 0)
-        check_seed(seed)
+        if seed is not None:
+            check_seed(seed)
         self._most, self._room, self._prefix_bytes, self._seed = rows, cache_tokens, prefix_bytes, seed
         self._predicts, self._is_mixed, self._on_prefill, self._has_warned = predicts, is_mixed, on_prefill, False
         self._waiting: deque[Request] = deque()
@@ -273,7 +274,8 @@ class Scheduler:
 
     def _follow(self, loop: Loop, group: Sequence[Request]) -> Iterator[list[Request]]:
         """Run a loop to its end; yields the requests that got tokens or ended in a step. Its first rows are theirs."""
-        loop.report_prefill(self._on_prefill)
+        if self._on_prefill is not None:
+            loop.report_prefill(self._on_prefill)
         rows = loop.batch if isinstance(loop, Engine) else [None] * len(group)
         self._has_further = len(loop.stats) > len(group)
         for request, row, stats in zip(group, rows, loop.stats, strict=False):

@@ -16,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from lookahead.config import LookaheadConfig, refuse_removed
+from lookahead.config import REMOVED, LookaheadConfig, refuse_removed
 from lookahead.decoding.sampling_rule import checked_numbers
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, warn, with_place
 from lookahead.model.call_caches import CACHE, cache_in, may_be_callers
@@ -122,15 +122,17 @@ def check_options(
             f"{type(model).__name__} reads {model.main_input_name}, not text: call model.generate under "
             "lookahead.enable(model)"
         )
-    check_config("config", config)
-    if config is not None and config.pool is not None:
-        pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
+    if config is not None:
+        check_config("config", config)
+        if config.pool is not None:
+            pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         hint = "; pass its entries as keyword arguments" if isinstance(generation_config, Mapping) else ""
         got = f"a {type(generation_config).__name__}{hint}"
         raise ConfigError(f"generation_config must be a GenerationConfig, got {got}")
-    refuse_removed(options)
     for name in options:
+        if name in REMOVED:
+            refuse_removed(options)
         if name in _PROMPTS:
             raise ConfigError(
                 f"{name} is not taken here: pass the prompt as the third argument; "
@@ -138,7 +140,8 @@ def check_options(
             )
         if name in _NOT_TAKEN and options[name]:
             raise ConfigError(f"{name} is not taken here; {_NOT_TAKEN[name]}")
-    check_seed(seed)
+    if seed is not None:
+        check_seed(seed)
     given = checked_numbers(options)
     if not isinstance(given.get("do_sample", False), bool):
         raise ConfigError(f"do_sample must be True or False, got {given['do_sample']!r}")

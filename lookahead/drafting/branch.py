@@ -77,7 +77,7 @@ class LookaheadBranch:
         self.host_s = 0.0  # seconds of its proposer in this step
         self._size = size
         self._states = states if states is not None else {}
-        self._state = BranchState()
+        self._state: BranchState  # of the number of rows, from `rest` on
         self._max_nodes = max_nodes
         self.teaching = _TEACHING_GAIN if teaches else 0.0  # worth of a verified node in tokens, accepted or not
         self.can_run = size is not None

@@ -206,15 +206,15 @@ class DraftingBudget:
 
     Example:
         >>> budget = DraftingBudget()
-        >>> budget.record_plain(rows=1), budget.proposes(rows=1)
-        (True, True)
+        >>> budget.record_plain(rows=1), budget.prices(rows=1)
+        (True, (0.05, 4.01))
         >>> for _ in range(3):  # a draft that doubles the time of a step, for no token
         ...     budget.record(1, drafted=True, tokens=1.0, forward=2.0, usual=2.0, proposing=0.05)
-        >>> budget.proposes(rows=1), budget.verifies(1, speedup=1.1), budget.verifies(1, speedup=1.3)
-        (False, False, True)
+        >>> budget.prices(rows=1), budget.verifies(1, speedup=1.1), budget.verifies(1, speedup=1.3)
+        (None, False, True)
         >>> budget.begin_output()
-        >>> tuple(round(price, 3) for price in budget.prices(rows=1))
-        (0.05, 3.0)
+        >>> budget.record_plain(rows=1), [round(price, 3) for price in budget.prices(rows=1)]
+        (True, [0.05, 3.01])
     """
 
     def __init__(self) -> None:
@@ -226,14 +226,15 @@ class DraftingBudget:
             least, most = _LATER_START
             state.budget.balance = max(least, min(most, state.budget.balance))
 
-    def proposes(self, rows: int) -> bool:
-        """Whether the proposers are called before the next step."""
-        state = self._state_of(rows)
-        return state.since_plain < state.probe_after and state.budget.affords
+    def prices(self, rows: int) -> tuple[float, float] | None:
+        """The cost of calling the proposers before the next step, and the most that one draft may lose, in plain steps.
 
-    def prices(self, rows: int) -> tuple[float, float]:
-        """The cost of calling the proposers, and the most that one draft may lose, in plain steps."""
-        budget = self._state_of(rows).budget
+        None if they are not called.
+        """
+        state = self._state_of(rows)
+        budget = state.budget
+        if state.since_plain >= state.probe_after or not budget.affords:
+            return None
         return budget.price.value, budget.balance + OVERDRAFT
 
     def verifies(self, rows: int, speedup: float, at_risk: float = 0.0) -> bool:

@@ -135,7 +135,7 @@ class ChainLengths:
         if cost.tries < _PROBES:
             cost.tries += 1
             return False
-        return not cost.plain or self._budget.proposes(rows)
+        return not cost.plain or self._budget.prices(rows) is not None
 
     def choose(self, path_probs: FloatArray) -> list[int]:
         """The number of tokens of each chain to verify, given the probability that each token is reached and accepted.

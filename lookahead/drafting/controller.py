@@ -103,6 +103,7 @@ class Controller:
                 self._budgeted[bits] = proposer
             elif proposer.sources == ("jacobi",):
                 self.branch.bits = bits
+        self._curve = self._padded_curve if self.is_padded else self.cost.curve
         self.budget.begin_output()
 
     def plan(
@@ -117,17 +118,18 @@ class Controller:
         plain = StepPlan(rows, context)
         if branch.can_run:
             branch.rest(rows)
-        if not self.budget.proposes(rows) or not self.cost.knows(rows, context):
+        prices = self.budget.prices(rows)
+        if prices is None or not self.cost.knows(rows, context):
             return plain
         if self.by_rejection and not self.budget.verifies(rows, 1.0):
             return plain
         nodes = self.node_budget
         if branch.can_run:
-            branch.choose(partial(self._curve, rows, context), self.cost.measured(rows, context))
+            branch.choose(partial(self._curve, rows, context=context), self.cost.measured(rows, context))
             nodes = branch.nodes_beside(nodes)
         if nodes == 0:
             return plain  # the branch is the only source, and it is off
-        curve, (proposing, most_at_risk) = self._curve(rows, context, nodes + 1), self.budget.prices(rows)
+        curve, (proposing, most_at_risk) = self._curve(rows, nodes + 1, context), prices
         if not branch.is_on:
             most_s = float(curve[1]) * (1.0 + most_at_risk)
             nodes = max(1, int(np.maximum.accumulate(curve[1:]).searchsorted(most_s, "right")) - 1)
@@ -169,7 +171,7 @@ class Controller:
                 return
         step_s = step.step_s - host_s
         self.cost.observe(self._padded(nodes) if self.is_padded else nodes, step_s, rows=rows, context=plan.context)
-        curve = self._curve(rows, plan.context, math.ceil(nodes))
+        curve = self._curve(rows, math.ceil(nodes), plan.context)
         if self.branch.can_run:
             bits, branch_s = self.branch.record(step.verified, tokens, math.ceil(nodes), curve)
             apart, apart_s = apart | bits, apart_s + branch_s
@@ -201,10 +203,8 @@ class Controller:
                 apart, apart_s = apart | bits, apart_s + took
         return apart, apart_s
 
-    def _curve(self, rows: int, context: int, nodes: int) -> FloatArray:
-        """Seconds of a step by the nodes of its largest tree, 0 up to `nodes`."""
-        if not self.is_padded:
-            return self.cost.curve(rows, nodes, context)
+    def _padded_curve(self, rows: int, nodes: int, context: int) -> FloatArray:
+        """Seconds of a step by the nodes of its largest tree, 0 up to `nodes`, if trees are padded."""
         widths = [0, *(self._padded(n) for n in range(1, nodes + 1))]
         return self.cost.curve(rows, widths[-1], context)[widths]
 

@@ -103,7 +103,10 @@ class StepCost:
         In seconds once a step was measured, before that in steps of one token. Not always monotonic: a step of 16 nodes
         can take less time than one of 12.
         """
-        return self._seconds(self._near(_bucket_of(rows, context)), np.maximum(1, rows * np.arange(nodes + 1)))
+        table = self._tables.get(bucket := _bucket_of(rows, context))
+        if table is None:
+            table = self._near(bucket)
+        return self._seconds(table, np.maximum(1, rows * np.arange(nodes + 1)))
 
     def plain(self, rows: int, context: int = 0) -> FloatArray:
         """Cost of a plain step of 0, 1, …, `rows` rows, float64 `[rows + 1]`, in units of `curve`; non-decreasing."""

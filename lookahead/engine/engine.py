@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
 from lookahead.kernels.topk import Scores, read_scores
 from lookahead.model.cache import RowCopy
-from lookahead.model.facts import processes_of
-from lookahead.model.model_state import state_of
+from lookahead.model.model_state import plan_of, state_of
 from lookahead.model.tensor_parallel import tensor_parallel_group
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.ngram.successors import TOP
@@ -70,7 +68,7 @@ class Engine:
         self._on_prefill: OnPrefill | None = None
         self._config, self._call = config, call
         self._tp_group = (
-            tensor_parallel_group(call.model) if processes_of(call.model) > 1 else None
+            tensor_parallel_group(call.model) if plan_of(call.model).processes > 1 else None
         )  # only the leading process has proposers and a controller
         # Proposers and controller may share learned state with engines on other threads. Passes and verification run
         # without the lock, so threads that share a model decode in parallel.
@@ -103,10 +101,8 @@ class Engine:
                 proposer.share_cache(self.cache)
         self.cache.slots.active = 0  # rows join in `admit`; their KV stays
         self.reads_alone = backend.reads_alone(policy)
-
-    def serving(self) -> AbstractContextManager[None]:
-        """Keep the model in service for a block, for a loop over `run` without pauses."""
-        return self._backend.serving()
+        self.serving = backend.serving
+        """Keeps the model in service for a block, for a loop over `run` without pauses."""
 
     def report(self) -> BackendReport:
         """The paths that serve the parts of the model, and why faster ones do not."""
@@ -313,7 +309,7 @@ class Engine:
             if result.error is not None:
                 self.cache.wipe(i)
             else:
-                self._backend.commit(i, result.path)
+                self.cache.commit(i, result.path)
                 self._rows[i].count(draft, result, self.sources)
         return results
 

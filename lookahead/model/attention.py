@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from threading import RLock
+from threading import RLock, local
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -26,7 +26,7 @@ Attend = Callable[..., Tensor]
 
 _guard = RLock()
 _views: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the id of the configuration, kept alive by the view
-_thread = pass_local()
+_thread = pass_local(local)
 
 
 class AttentionScope:

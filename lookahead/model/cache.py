@@ -246,15 +246,6 @@ class TreeCache(Cache):
         for layer in self.states:
             layer.read(row)
 
-    def places(self, at: int) -> tuple[Tensor, Tensor] | None:
-        """A layer's slots that a pass over one row writes, `[1, width, heads, dim]`; None if `update` is needed."""
-        slots = self.slots
-        if slots.active > 1 or not self.is_ready(at):
-            return None
-        layer = self.layers[at]
-        keys, values = (each[:1].narrow(1, slots.start, slots.width) for each in (layer.keys, layer.values))
-        return keys, values
-
     def is_ready(self, at: int) -> bool:
         """Whether a layer's slots are allocated for the running pass, and may be written without `update`."""
         slots, layer = self.slots, self.layers[at] if at < len(self.layers) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ MixTrees = Callable[[Tensor, TreeCache], Tensor | None]
 """Computes a module for all nodes of a pass over trees, `[rows, width, size]`, and sets `after` of its cache layer.
 Returns None if the module must be called by depth."""
 
-thread = pass_local()
+thread = pass_local(local)
 """`cache` belongs to the pass over trees that the thread runs, or is None. A call gets `most` nodes or a depth, unless
 one of `kernels` computes the module."""
-_calls = pass_local()
+_calls = pass_local(local)
 
 
 class LevelCalls:

@@ -142,11 +142,8 @@ class ModelKind:
         """Whether a draft model can take the outputs of the target's encoder, which is not one of text."""
         return False
 
-    def note(self, call: Any) -> None:
-        """Remember of a `ResolvedCall` what probes need to know."""
-
     def cache_reason(self, call: Any) -> str:
-        """Why the cache of a `ResolvedCall` holds no drafts, or an empty string."""
+        """Why the cache of a `ResolvedCall` holds no drafts, or an empty string; asked before the model is probed."""
         return ""
 
     def trees_reason(self, model: PreTrainedModel, *, rows: int, is_padded: bool, is_rounded: bool) -> str:

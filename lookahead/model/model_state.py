@@ -26,6 +26,7 @@ from lookahead.model.verdict_files import verdict_file
 from lookahead.utils.kept_values import Parse, find_kept, keep
 
 T = TypeVar("T")
+L = TypeVar("L", bound=local)
 _MAX_PLANS = 4  # of a model, as adapters or hooks come and go around calls
 _SMALL_BUFFER = 1 << 20  # bytes of a buffer that a pass may change, such as the frequencies of positions
 _log = logging.getLogger(__name__)
@@ -328,10 +329,10 @@ def state_of(model: Any) -> ModelState:
         return state
 
 
-def pass_local() -> local:
+def pass_local(kind: type[L]) -> L:
     """Thread-local data about the running pass, for code that replaces a model's code in it."""
-    _locals.append(local())
-    return _locals[-1]
+    _locals.append(data := kind())
+    return data
 
 
 @contextmanager

@@ -94,7 +94,10 @@ def stamp_of(model: Any) -> Stamp:
     if table is None or table.ids != [*form.tensors] or table.places != form.places:
         table = _tables[model] = ContentTable.of(tensors, form.places)
     contents = table.contents(tensors)
-    number = hash((*form.parts, *contents, *table.traces(tensors)))
+    # What operations and assignments leave: torch's count of writes, and the address of each.
+    written = [at for at, is_whole in enumerate(table.is_whole) if not is_whole]
+    traces = [0 if tensors[at].is_inference() else tensors[at]._version for at in written]
+    number = hash((*form.parts, *contents, *traces, *(table.places[at][0] for at in written)))
     return Stamp(number, form.structure, dict(zip(form.tensors, contents, strict=True)), form.code, form.number)
 
 
@@ -236,17 +239,16 @@ class ContentTable(NamedTuple):
 
     def contents(self, tensors: Sequence[Tensor]) -> list[int]:
         """The digests of the tensors."""
-        found = [_digest_of(views) for views in self.views]
+        found = list[int]()
+        for views in self.views:
+            digest = xxhash.xxh3_64()
+            for view in views:
+                digest.update(np.ascontiguousarray(view).data)
+            found.append(digest.intdigest())
         if self.odd:
-            for at, digest in zip(self.odd, _digests_of_samples([tensors[at] for at in self.odd]), strict=True):
-                found[at] ^= digest
+            for at, sample in zip(self.odd, _digests_of_samples([tensors[at] for at in self.odd]), strict=True):
+                found[at] ^= sample
         return found
-
-    def traces(self, tensors: Sequence[Tensor]) -> list[int]:
-        """What operations and assignments leave: torch's count of writes, and the address of each."""
-        written = [at for at, is_whole in enumerate(self.is_whole) if not is_whole]
-        versions = [0 if tensors[at].is_inference() else tensors[at]._version for at in written]
-        return [*versions, *(self.places[at][0] for at in written)]
 
 
 _tables: WeakKeyDictionary[Any, ContentTable] = WeakKeyDictionary()  # the newest of every model
@@ -272,13 +274,6 @@ def _views_of(tensor: Tensor, *, is_whole: bool) -> list[NDArray[np.uint64]]:
     side = longer.shape[1]
     whole = len(longer) // side * side
     return [longer[:whole].reshape(-1, side, side).diagonal(axis1=1, axis2=2), longer[whole:].diagonal()]
-
-
-def _digest_of(views: Sequence[NDArray[np.uint64]]) -> int:
-    digest = xxhash.xxh3_64()
-    for view in views:
-        digest.update(np.ascontiguousarray(view).data)
-    return digest.intdigest()
 
 
 def _in_order(tensor: Tensor) -> Tensor:

@@ -41,7 +41,9 @@ class TokenChooser:
         generator: torch.Generator | None = None,  # of the noise; None for torch's global one
     ) -> None:
         own = {i: each.objects(batch_size) for i, each in enumerate(processors) if is_per_row(each)}
-        self._processors = [_for_row(processors, own, row, batch_size) for row in range(batch_size)]
+        self._processors = [LogitsProcessorList() for _ in range(batch_size)]
+        if processors:
+            self._processors = [_for_row(processors, own, row, batch_size) for row in range(batch_size)]
         self._do_sample = do_sample
         self._keep = keep
         self.logits: list[list[Tensor]] = [[] for _ in range(batch_size)]

@@ -120,7 +120,7 @@ def logits_of(model: Any, rows: int, nodes: int, *, retired: int = 0, **options:
             outputs.append(target.score(trees_of(rows - retired, nodes, seed), policy))
             outputs += target.hidden.values()
             for row in range(rows - retired):
-                target.commit(row, np.arange(min(nodes, 2), dtype=np.int32))
+                target.cache.commit(row, np.arange(min(nodes, 2), dtype=np.int32))
     return outputs
 
 

@@ -87,7 +87,7 @@ class CpuBackend(TorchBackend):
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
-        self._packs = packs
+        self._packs, self._has_bits = packs, self._is_half and self._scope is not None
         # Tensor-parallel processes must compute the same bits, but each would measure on its own whether packing pays.
         self._why_apart = "" if has_kernels else "its kernels compute differently from the model's own code"
         plan = plan_of(model)
@@ -128,10 +128,10 @@ class CpuBackend(TorchBackend):
             yield
 
     def _keeps(self, policy: BitPolicy) -> bool:
-        return policy is not BitPolicy.ROUNDED and self._is_half and self._scope is not None
+        return policy is not BitPolicy.ROUNDED and self._has_bits
 
     def _attention_of(self, trees: Sequence[TokenTree], policy: BitPolicy) -> tuple[Sequence[int | None] | None, bool]:
-        is_exact, is_one = self._keeps(policy), len(trees) == 1
+        is_exact, is_one = policy is not BitPolicy.ROUNDED and self._has_bits, len(trees) == 1
         # The nodes of a single row attend per node if a kernel supports it, which is faster than a mask. An encoder's
         # output is the exception: all nodes attend to it in one call. Transformers' own attention over several rows has
         # other bits than over each row alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import local
 from typing import NamedTuple
 
 import torch
@@ -27,15 +28,20 @@ class CpuPass(NamedTuple):
     most_in_call: int = 0  # elements of hidden states, up to which a pass is one call and threads share its products
 
 
-thread = pass_local()
-"""`running` is the thread's `CpuPass`, None or absent outside of passes. `is_cold` says that the pass took longer than
-later ones will: it packed a weight, or tried several numbers of threads."""
+class _Thread(local):
+    """What a thread runs.
+
+    Attributes:
+        running: Its `CpuPass`; None outside of passes.
+        is_cold: Whether the pass took longer than later ones will: it packed a weight, or tried several numbers of
+            threads.
+    """
+
+    running: CpuPass | None = None
+    is_cold = False
 
 
-def running_pass() -> CpuPass | None:
-    """The pass of this thread; None outside of passes."""
-    running: CpuPass | None = getattr(thread, "running", None)
-    return running
+thread = pass_local(_Thread)
 
 
 @contextmanager
@@ -45,7 +51,7 @@ def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[CpuPass | None
     The model's own code runs under autocast, which chooses the dtype of products, and under a torch mode that sees
     every operator. With `fuses=False` layers are not fused.
     """
-    outer, thread.is_cold = getattr(thread, "running", None), False
+    outer, thread.is_cold = thread.running, False
     modes = [torch._C._get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
     is_seen = any(type(mode).__name__ != "DeviceContext" for mode in modes)  # a default device changes no values
     is_left = torch.is_autocast_enabled("cpu") or is_seen or torch._C._len_torch_dispatch_stack() > 0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lookahead.backend.cpu.cpu_pass import CpuPass, running_pass
+from lookahead.backend.cpu.cpu_pass import CpuPass, thread
 from lookahead.backend.cpu.layer_checks import is_right, keeps_means
 from lookahead.backend.cpu.layer_jobs import (
     ACTIVATIONS,
@@ -187,10 +187,11 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
 
 
 def takes(x: Tensor, norm: Norm, experts: Experts | None = None) -> bool:
-    """Whether this thread runs one of our passes, and fused layers accept its hidden states, `[rows, tokens, size]`."""
-    mode = running_pass()
+    """Whether this thread scores nodes, and fused layers accept their hidden states, `[rows, tokens, size]`."""
+    mode = thread.running
     return (
         mode is not None
+        and not mode.is_prompt  # whose time is that of products
         and x.numel() > 0
         # By its own code a mixture has other bits for several rows than for one.
         and (x.numel() <= mode.most_elements or (experts is not None and _keeps_bits(mode)))
@@ -202,7 +203,7 @@ def takes(x: Tensor, norm: Norm, experts: Experts | None = None) -> bool:
 
 
 def _keeps_bits(mode: CpuPass) -> bool:
-    return mode.most_elements > 0 and mode.policy is BitPolicy.SOLO and not mode.is_prompt
+    return mode.most_elements > 0 and mode.policy is BitPolicy.SOLO
 
 
 def _norm_forward(norm: Norm, x: Tensor) -> Tensor:
@@ -273,7 +274,7 @@ def _fused(
         attend,
         partial(_routing, rows * tokens, hidden),
     )
-    if layer.experts and serves(hidden.dtype, mode := running_pass()):
+    if layer.experts and serves(hidden.dtype, mode := thread.running):
         jobs.mixture = layer.mixture(packs=layer.packs_experts(mode))
     total, _ = jobs.normed(None, jobs.layer(layer.residuals, HiddenSum(hidden)), "")
     jobs.run()

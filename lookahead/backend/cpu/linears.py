@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Conv1D
 
 from lookahead.backend.cpu import product_bits
-from lookahead.backend.cpu.cpu_pass import CpuPass, running_pass, thread
+from lookahead.backend.cpu.cpu_pass import CpuPass, thread
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.product_bits import (
     Kind,
@@ -170,7 +170,7 @@ def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, PackedLook
 
     Results are cached in `known` until a weight changes.
     """
-    mode, rows = running_pass(), x.numel() // x.shape[-1]
+    mode, rows = thread.running, x.numel() // x.shape[-1]
     if mode is None:
         return ()
     owns = [layer._parameters["weight"] for layer in layers]
@@ -202,14 +202,17 @@ def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: CpuPass) -> tuple
 
 def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tensor:
     """The forward of a linear layer, by packed weights on a thread that runs a pass."""
-    mode, rows = running_pass(), x.numel() // x.shape[-1]
+    mode, rows = thread.running, x.numel() // x.shape[-1]
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
     assert weight is not None
     own = weight if type(layer) is nn.Linear else weight.T
     if mode is None or x.dtype != own.dtype or rows == 0:
         return by_torch(x, own, bias)
-    # All larger numbers of rows are alike.
-    key, version = (mode, torch.get_num_threads(), min(rows, _MAX_PACKED_ROWS + 1)), -1
+    # What `_find` asks about the number of rows.
+    alike = 0 if mode.is_prompt else min(rows, _MAX_PACKED_ROWS + 1)
+    if own.dtype == torch.float32:
+        alike = mode.fewest <= rows <= _MAX_PACKED_ROWS
+    key, version = (mode, torch.get_num_threads(), alike), -1
     if not weight.is_inference():
         version = weight._version
     held = packed.found.get(key)

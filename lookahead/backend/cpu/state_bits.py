@@ -61,7 +61,7 @@ def _kernels_agree(make: Callable[[Mixing], Backend], vocabulary: int, is_half: 
         for path in _PATHS:
             with backend.serving():
                 made.append(backend.score([tree], BitPolicy.SOLO))
-                backend.commit(0, np.array(path, np.int32))
+                backend.cache.commit(0, np.array(path, np.int32))
             made += [states.clone() for layer in backend.cache.states for states in layer.committed[0].values()]
         results.append(made)
     return all(_agree(*pair, is_half=is_half) for pair in zip(*results, strict=True))
@@ -97,7 +97,7 @@ def _begun(backend: Backend, vocabulary: int) -> Backend:
     """The backend, after a prompt."""
     with backend.serving():
         backend.read([(np.arange(_PROMPT, dtype=np.int32) * 7 + 1) % vocabulary])
-        backend.commit(0, np.zeros(1, np.int32))
+        backend.cache.commit(0, np.zeros(1, np.int32))
     return backend
 
 

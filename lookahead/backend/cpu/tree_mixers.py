@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from lookahead.backend.cpu.cpu_pass import running_pass
+from lookahead.backend.cpu.cpu_pass import thread
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import IntArray
 from lookahead.kernels.gated_delta import COLUMNS, MAX_SIZE, Updates, advance, gated_delta
@@ -88,7 +88,7 @@ def _takes_heads(module: Any) -> bool:
 
 def _begun(mixer: _Mixer, hidden: Tensor, cache: TreeCache, kinds: Mapping[_Kind, torch.dtype]) -> list[States] | None:
     """The states of the rows of a pass, of kinds and dtypes; None if the module must run its own code."""
-    mode, weight = running_pass(), mixer.conv._parameters["weight"]
+    mode, weight = thread.running, mixer.conv._parameters["weight"]
     is_own = mode is None or not mode.most_elements or hidden.dtype != weight.dtype or torch.compiler.is_compiling()
     # Transformers' own pass over a batch has other bits than over each row alone, and `model.generate` runs it.
     is_batch = len(hidden) > 1 and hidden.shape[1] == 1 and hidden.dtype == torch.bfloat16
@@ -106,7 +106,7 @@ def _mix_by_delta(mixer: _Mixer, hidden: Tensor, cache: TreeCache) -> Tensor | N
         return None
     module, norm, width = mixer.module, mixer.module.norm, hidden.shape[1]
     inputs, gate, beta, decay = (each.flatten(0, 1).contiguous() for each in _projections(module, hidden))
-    mode = running_pass()
+    mode = thread.running
     is_alone = hidden.dtype == torch.bfloat16 and mode is not None and mode.policy is BitPolicy.SOLO
     gates, beta = _by_rows(silu, gate.float(), is_alone), _by_rows(torch.sigmoid, beta, is_alone).float()
     rate = _by_rows(softplus, decay.float() + module.dt_bias, is_alone)

@@ -282,7 +282,7 @@ class ModelProposer(BatchProposer):
         """Keep the KV of a path of a row's tree."""
         if self._backend is not None:
             with torch.inference_mode():
-                self._backend.commit(self._slots.index(row), path)
+                self._backend.cache.commit(self._slots.index(row), path)
 
     def _add(self, state: DraftRow, tokens: IntArray) -> None:
         """Add emitted tokens to a row."""

@@ -120,14 +120,14 @@ class DecoderKind(ModelKind):
     def shares_encoder(self, model: PreTrainedModel, target: PreTrainedModel) -> bool:
         return not reads_text(model) and are_alike(encoder_of(model), encoder_of(target))
 
-    def note(self, call: Any) -> None:
-        if not reads_text(call.model):
-            note_outputs(call.model, call.model_kwargs["encoder_outputs"])
-
     def cache_reason(self, call: Any) -> str:
+        if reads_text(call.model):
+            return ""
+        note_outputs(call.model, call.model_kwargs["encoder_outputs"])  # probes need to know their sizes
         past = cache_in(call.model_kwargs)
-        grows = isinstance(getattr(past, "self_attention_cache", past), DynamicCache)
-        if reads_text(call.model) or (grows and call.generation_config.use_cache is not False):
+        if isinstance(getattr(past, "self_attention_cache", past), DynamicCache) and (
+            call.generation_config.use_cache is not False
+        ):
             return ""
         return "its encoder reads no text, and the cache of its decoder does not grow"
 

@@ -1,0 +1,171 @@
+"""Blocks of numbers moved through registers: transposed, paired, and rounded to bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from lookahead.kernels.microkernel import (
+    LANES,
+    PAIRS,
+    VECTOR,
+    WHOLE,
+    emit_fetch,
+    emit_loop,
+    half_of,
+    matrices_of,
+    vector_at,
+)
+from lookahead.kernels.scalars import to_intrinsic
+
+_SIXTEEN, _UPPER_HALVES = ir.Constant(PAIRS, [16] * LANES), ir.Constant(PAIRS, [-65536] * LANES)
+
+
+@to_intrinsic
+def transpose(context: Any, source: Any, out: Any) -> Any:
+    """Store a square of `LANES` float32 rows transposed; or pairs of bfloat16, held as int32, widened to float32."""
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        (source, at, row_step), (out, to, out_step) = matrices_of(target, builder, signature, values)
+        firsts = [builder.add(at, builder.mul(row_step, WHOLE(row))) for row in range(LANES)]
+        is_wide = source.type.pointee == ir.FloatType()
+        kind = VECTOR if is_wide else PAIRS
+        rows = [builder.load(vector_at(builder, source, first, kind), align=4) for first in firsts]
+        for row, pairs in enumerate(_transposed(builder, rows)):
+            wide = [pairs] if is_wide else [half_of(builder, pairs, part) for part in (0, 1)]
+            for i, each in enumerate(wide):
+                place = builder.add(to, builder.mul(out_step, WHOLE(len(wide) * row + i)))
+                builder.store(each, vector_at(builder, out, place), align=4)
+        return target.get_dummy_value()
+
+    return types.void(source, out), emit
+
+
+@to_intrinsic
+def transpose_fourths(context: Any, source: Any, out: Any) -> Any:
+    """Store `LANES` rows of `2 * LANES` bfloat16, held as int32, transposed, and every number with the fourth after it.
+
+    The pairs are int32 with the earlier number in the upper half, in four parts: the first part has the numbers 0, 8,
+    16, ... with the numbers 4, 12, 20, ..., the second those after these. The source is an array, the index of its
+    first element, the step between rows, and the distance of elements that are read later; the output an array, the
+    index of its first element, and the steps between rows and between parts.
+    """
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        (source, at, row_step, ahead), (out, to, out_step, part_step) = matrices_of(target, builder, signature, values)
+        firsts = [builder.add(at, builder.mul(row_step, WHOLE(row))) for row in range(LANES)]
+        for first in firsts:
+            emit_fetch(builder, (source, None, None, builder.add(first, ahead), WHOLE(0)), WHOLE(0))
+        rows = [builder.load(vector_at(builder, source, first, PAIRS), align=4) for first in firsts]
+        rows = _transposed(builder, rows)
+        for at, word in enumerate(row for row in range(LANES) if not row & 2):
+            earlier, later = rows[word], rows[word + 2]
+            lower = builder.or_(builder.shl(earlier, _SIXTEEN), builder.xor(later, builder.and_(later, _UPPER_HALVES)))
+            upper = builder.or_(builder.and_(earlier, _UPPER_HALVES), builder.lshr(later, _SIXTEEN))
+            for part, pairs in enumerate((lower, upper), 2 * (word & 1)):
+                line = builder.add(builder.mul(out_step, WHOLE(at // 2)), builder.mul(part_step, WHOLE(part)))
+                builder.store(pairs, vector_at(builder, out, builder.add(to, line), PAIRS), align=4)
+        return target.get_dummy_value()
+
+    return types.void(source, out), emit
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """The rows of a square transposed."""
+    rows, step = list(rows), 1
+    while step < LANES:  # swap the off-diagonal blocks of `step` by `step` in blocks of twice the size
+        for row in (row for row in range(LANES) if not row & step):
+            upper, lower = rows[row], rows[row + step]
+            left = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
+            right = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
+            rows[row], rows[row + step] = (
+                builder.shuffle_vector(upper, lower, ir.Constant(PAIRS, order)) for order in (left, right)
+            )
+        step *= 2
+    return rows
+
+
+@to_intrinsic
+def pair_weights(context: Any, weights: Any, out: Any) -> Any:
+    """Pair bfloat16: of every four the first with the third, the second with the fourth.
+
+    It takes `2 * LANES` float32 whose lower halves are 0, as int32, and stores `LANES` int32; both are an array and an
+    index.
+    """
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        (weights, at), (out, to) = matrices_of(target, builder, signature, values)
+        places = (builder.add(at, WHOLE(i)) for i in (0, LANES))
+        pairs = paired(builder, *(builder.load(vector_at(builder, weights, place, PAIRS), align=4) for place in places))
+        builder.store(pairs, vector_at(builder, out, to, PAIRS), align=4)
+        return target.get_dummy_value()
+
+    return types.void(weights, out), emit
+
+
+@to_intrinsic
+def pair_rows(context: Any, source: Any, out: Any) -> Any:
+    """Store pairs of two rows of `LANES` bfloat16, held as uint16, as int32; those of the first row in the lower half.
+
+    The source is an array, the index of its first element, the step to the second row, and the distance of elements
+    that are read later.
+    """
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        (source, at, step, ahead), (out, to) = matrices_of(target, builder, signature, values)
+        kind, rows = ir.VectorType(ir.IntType(16), LANES), []
+        for first in (at, builder.add(at, step)):
+            emit_fetch(builder, (source, None, None, builder.add(first, ahead), WHOLE(0)), WHOLE(0))
+            row = builder.load(vector_at(builder, source, first, kind), align=2)
+            rows.append(builder.zext(row, PAIRS))
+        pairs = builder.or_(rows[0], builder.shl(rows[1], _SIXTEEN))
+        builder.store(pairs, vector_at(builder, out, to, PAIRS), align=4)
+        return target.get_dummy_value()
+
+    return types.void(source, out), emit
+
+
+def paired(builder: Any, first: Any, second: Any) -> Any:
+    """`pair_weights` of registers."""
+    lower, upper = ([lane // 2 * 4 + lane % 2 + more for lane in range(LANES)] for more in (0, 2))
+    early, late = (builder.shuffle_vector(first, second, ir.Constant(PAIRS, order)) for order in (lower, upper))
+    return builder.or_(builder.lshr(early, _SIXTEEN), late)
+
+
+@to_intrinsic
+def store_rows(context: Any, sums: Any, out: Any, rows: Any) -> Any:
+    """Copy rows of two registers of float32 to rows of a matrix of float32, or of bfloat16 held as int16 or uint16.
+
+    It takes arrays, each with the index of the first element and the step between rows; and the number of rows.
+    """
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        (sums, at, step), (out, to, out_step) = matrices_of(target, builder, signature, values[:2])
+        kind = ir.VectorType(out.type.pointee, LANES)
+
+        def store_row(row: Any, _: list[Any]) -> list[Any]:
+            first, place = (
+                builder.add(begin, builder.mul(row, apart)) for begin, apart in ((at, step), (to, out_step))
+            )
+            for lane in (0, LANES):
+                line = builder.load(vector_at(builder, sums, builder.add(first, WHOLE(lane))), align=4)
+                line = line if kind == VECTOR else _to_halves(builder, line)
+                builder.store(line, vector_at(builder, out, builder.add(place, WHOLE(lane)), kind), align=2)
+            return []
+
+        emit_loop(builder, values[2], [], store_row)
+        return target.get_dummy_value()
+
+    return types.void(sums, out, rows), emit
+
+
+def _to_halves(builder: Any, numbers: Any) -> Any:
+    """Float32 rounded to the nearest bfloat16, ties to even, as int16."""
+    bits, sixteen = builder.bitcast(numbers, PAIRS), _SIXTEEN
+    odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(PAIRS, [1] * LANES))
+    nearest = builder.lshr(builder.add(builder.add(bits, ir.Constant(PAIRS, [0x7FFF] * LANES)), odd), sixteen)
+    is_number = builder.fcmp_ordered("==", numbers, numbers)
+    nearest = builder.select(is_number, nearest, ir.Constant(PAIRS, [0x7FC0] * LANES))
+    return builder.trunc(nearest, ir.VectorType(ir.IntType(16), LANES))
