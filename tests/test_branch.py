@@ -356,7 +356,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         chosen.append(self.is_on)
 
     monkeypatch.setattr(LookaheadBranch, "choose", choose)
-    monkeypatch.setattr(DraftingBudget, "proposes", lambda self, rows: True)
+    monkeypatch.setattr(DraftingBudget, "prices", lambda self, rows: (0.05, 4.0))
     return chosen
 
 

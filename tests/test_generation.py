@@ -325,7 +325,8 @@ def test_the_likeliest_tokens_are_read_only_where_the_proposers_were_asked(
         return whole(logits, count)
 
     monkeypatch.setattr("lookahead.engine.engine.read_scores", listen)
-    monkeypatch.setattr("lookahead.drafting.budget.DraftingBudget.proposes", lambda *_: proposes)
+    prices = (0.05, 4.0) if proposes else None
+    monkeypatch.setattr("lookahead.drafting.budget.DraftingBudget.prices", lambda *_: prices)
     tiny_llama.generate(
         torch.tensor([[3, 4, 5, 3, 4]]), max_new_tokens=12, do_sample=False, custom_generate=lookahead.decode
     )
