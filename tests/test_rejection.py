@@ -111,7 +111,7 @@ def of_target(target: Law, count: int) -> dict[Prefix, float]:
 def grow(law: Law, *, passes: int, width: int, children: int, room: int = 64) -> Proposal:
     """What a draft model with such distributions draws after nothing; its root holds token 0."""
     batch = DraftTreeBatch(
-        [DraftTree(0)],
+        [DraftTree(np.zeros(1, np.int32))],
         AcceptanceTable(LEVELS),
         max_nodes=room,
         width=width,
