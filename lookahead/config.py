@@ -205,8 +205,8 @@ class LookaheadConfig:
         if self.max_nodes is not None:
             return self.max_nodes
         budget = 0 if tuple(self.proposers) in ((), ("jacobi",)) else DEFAULT_NODES
-        if self.branch_size is not None and not self.decides_branch:
-            budget += self.branch_size.nodes
+        if "jacobi" in self.proposers and not self.decides_branch and (size := self.branch_size) is not None:
+            budget += size.nodes
         return min(budget, MAX_NODES_LIMIT)
 
 

@@ -134,4 +134,4 @@ def test_verdicts_of_a_hook_that_comes_and_goes_are_kept_and_old_ones_are_not():
         with torch.no_grad():
             model[0].weight += 1
         assert found() == version
-    assert len(state._plans) == 4
+    assert len(state.plans) == 4

@@ -112,6 +112,8 @@ class PromptReader:
             raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")
         self.config, self.model, self.tokenizer, self._seed = config, model, tokenizer, seed
         self._given, self._generation_config, self.options = options, generation_config, options
+        self.option = partial(validation.resolved, model, generation_config, options)
+        """An option of the call, by its name, as `model.generate` resolves it."""
         if self.option("stop_strings") is not None:
             served = validation.serve_stop_strings(model, tokenizer, generation_config, options)
             self._generation_config, self.options = served
@@ -133,10 +135,6 @@ class PromptReader:
     def has_own(self) -> bool:
         """Whether the options of `model.generate` hold a user's own processors or criteria."""
         return has_own(self._given)
-
-    def option(self, name: str) -> Any:
-        """An option of the call as `model.generate` resolves it."""
-        return validation.resolved(self.model, self._generation_config, self.options, name)
 
     def plan(
         self, encoded: Sequence[list[int]], max_new_tokens: int | None = None, predictions: Any = None

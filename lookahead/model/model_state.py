@@ -202,8 +202,8 @@ class ModelState:
         self.problems: dict[str, str] = {}  # why a faster path is off, by path
         self.noted = 0  # problems, including repeated ones
         self._reported: set[Hashable] = set()
-        self._plans: dict[int, ModelPlan] = {}  # the newest plans, by the number of their stamps
-        self._probing = RLock()  # reentrant: a signal handler may decode while its thread probes
+        self.plans: dict[int, ModelPlan] = {}  # the newest plans, by the number of their stamps
+        self.probing = RLock()  # reentrant: a signal handler may decode while its thread probes
 
     def note_problem(self, path: str, problem: str) -> None:
         """Record why a faster path is off, and log it once."""
@@ -230,23 +230,9 @@ class ModelState:
         With `parse`, which parses a JSON value, the verdict is also saved for later processes, unless the probe noted a
         problem: a later process would not report it.
         """
-        with self._probing:
+        with self.probing:
             plan = self.plan or recognise(model)
             return plan.verdict(name, probe, parse, model)
-
-    def recognised(self, model: Any, stamp: Stamp, trusted: bool) -> ModelPlan:
-        """The plan of the model for a stamp, which becomes the newest."""
-        with self._probing:
-            plan = self._plans.pop(stamp.number, None)
-            if plan is None or (plan.user_code and plan.trusted is not trusted):
-                plan = ModelPlan(model, stamp)
-            plan.trusted, plan.form = trusted, stamp.form
-            if self.plan is not None and self.plan is not plan:
-                self.plan.rest()
-            self._plans[stamp.number] = self.plan = plan
-            while len(self._plans) > _MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-            return plan
 
 
 def recognise(model: Any, *, trusted: bool = False) -> ModelPlan:
@@ -260,7 +246,17 @@ def recognise(model: Any, *, trusted: bool = False) -> ModelPlan:
     if state.plan is not None and state.plan.stamp.structure != stamp.structure:
         with _guard:  # another vocabulary, dtype or class of a module: what was measured does not count either
             state = _states[model] = ModelState()
-    return state.recognised(model, stamp, trusted)
+    with state.probing:
+        plan = state.plans.pop(stamp.number, None)
+        if plan is None or (plan.user_code and plan.trusted is not trusted):
+            plan = ModelPlan(model, stamp)
+        plan.trusted, plan.form = trusted, stamp.form
+        if state.plan is not None and state.plan is not plan:
+            state.plan.rest()
+        state.plans[stamp.number] = state.plan = plan
+        while len(state.plans) > _MAX_PLANS:
+            del state.plans[next(iter(state.plans))]
+        return plan
 
 
 def plan_of(model: Any) -> ModelPlan:

@@ -71,7 +71,7 @@ def make_proposers(
         rates = learned.predicted if predicts else learned.ngram
         sources = [*mixed, PREDICTION] if predicts else mixed
         made.append(NgramProposer(sources, memory, rates, pool, min_probability=least))
-    if config.branch_size is not None:
+    if "jacobi" in config.proposers and config.branch_size is not None:
         decided, rates = branch if config.decides_branch else None, learned.jacobi
         made.append(JacobiProposer(config.branch_size, decided, rates=rates))
     for factory in config.proposers:

@@ -29,6 +29,7 @@ class TokenChooser:
     Attributes:
         logits: For every row float32 `[vocab]` per emitted token, before any processor; empty unless kept.
         scores: The same after the processors.
+        forcing: For every row the processor that knows forced tokens; None without one.
     """
 
     def __init__(
@@ -44,6 +45,9 @@ class TokenChooser:
         self._processors = [LogitsProcessorList() for _ in range(batch_size)]
         if processors:
             self._processors = [_for_row(processors, own, row, batch_size) for row in range(batch_size)]
+        self.forcing = [
+            next((each for each in own if isinstance(each, ForcingProcessor)), None) for own in self._processors
+        ]
         self._do_sample = do_sample
         self._keep = keep
         self.logits: list[list[Tensor]] = [[] for _ in range(batch_size)]
@@ -54,10 +58,6 @@ class TokenChooser:
         self._noise: deque[Tensor] = deque()
         self._generator = generator
         self._first_step = 0
-
-    def forcing_of(self, row: int) -> ForcingProcessor | None:
-        """The processor of a row that knows forced tokens; None without one."""
-        return next((processor for processor in self._processors[row] if isinstance(processor, ForcingProcessor)), None)
 
     def choose(self, prefix: Tensor, logits: Tensor, *, row: int, step: int) -> int:
         """Choose a token from raw logits `[vocab]`; call it once per emitted token, in order.

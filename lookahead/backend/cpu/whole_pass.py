@@ -159,7 +159,9 @@ class WholePass:
         if places:
             by_place = table.kept(hidden) if of_head else table.kept(hidden) | {last: written}
             states = {layer: by_place[place] for layer, place in zip(layers, places, strict=True)}
-        logits = self._finished(written if of_head else model.lm_head(written), model.config)
+        logits: Tensor = written if of_head else model.lm_head(written)
+        if self._family.logits_divisor or self._family.logits_cap:
+            logits = self._finished(logits, model.config)
         if kept is None:
             return logits, states
         return _padded(logits, kept, rows, width), {at: _padded(each, kept, rows, width) for at, each in states.items()}
