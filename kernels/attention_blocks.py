@@ -8,7 +8,7 @@ import numpy as np
 
 from lookahead.kernels.microkernel import LANES, ROWS, tile_of
 from lookahead.kernels.scalars import jit_part, widen
-from lookahead.kernels.shuffles import pair_rows, transpose, transpose_fourths
+from lookahead.kernels.shuffles import fetch_rows, pair_rows, transpose, transpose_fourths
 from lookahead.kernels.weighted_sums import BLOCK, COLUMNS, FEW, HAS_PAIRS, LINE, SIZES, TOGETHER
 
 STEP = BLOCK + LANES
@@ -30,48 +30,61 @@ def load_block(keys, words, values, begin, size, head, transposed, block, is_hal
     four values the first with the third, the second with the fourth, in the rows of the first two. The last values, of
     fewer than four, are widened.
     """
-    if is_half and HAS_PAIRS:
-        _load_pairs(keys, words, values, begin, size, head, transposed.view(np.int32), block.view(np.int32))
-    dim, whole = keys.shape[2], size // LANES * LANES
-    for slot in range(size // TOGETHER * TOGETHER if HAS_PAIRS else 0, size if is_half else 0):
-        line, to = values[begin + slot, head], block[slot]
-        for i in range(dim):
-            to[i] = widen(line[i])
-    if is_half and HAS_PAIRS:
-        return
-    heads, count = words.shape[1:]
-    each, step, together = dim // count, heads * count, count // LANES * LANES
+    (_, heads, dim), count, whole = keys.shape, words.shape[2], size // LANES * LANES
+    each, step, together, is_paired = dim // count, heads * count, count // LANES * LANES, is_half and HAS_PAIRS
+    pairs, of_values = transposed.view(np.int32), values.reshape(values.size)
     for slot in range(0, whole, LANES):
         at = (begin + slot) * step + head * count
         for word in range(0, together, LANES):
-            transpose((words, at + word, step), (transposed, each * word * STEP + slot, STEP))
-        for i in range(each * together, dim):
-            for lane in range(LANES):
-                transposed[i, slot + lane] = widen(keys[begin + slot + lane, head, i])
-    for slot in range(whole, size):
-        for i in range(dim):
-            transposed[i, slot] = widen(keys[begin + slot, head, i])
+            fetch_rows((words, at + word + _AHEAD * step, step))
+            fetch_rows((of_values, each * (at + word), each * step))
+            if is_paired:
+                to = 2 * word // _FOURTHS * STEP + slot
+                transpose_fourths((words, at + word, step), (pairs, to, STEP, dim // _FOURTHS * STEP))
+            else:
+                transpose((words, at + word, step), (transposed, each * word * STEP + slot, STEP))
+    for slot in range(0 if each * together < dim else whole, size):
+        first = each * together if slot < whole else 0
+        if is_paired:
+            pair_fourths(keys[begin + slot, head], first, pairs[:, slot])
+        else:
+            for i in range(first, dim):
+                transposed[i, slot] = widen(keys[begin + slot, head, i])
+    if is_half:
+        _load_values(values, begin, size, head, block)
 
 
 @jit_part
-def _load_pairs(keys, words, values, begin, size, head, transposed, block):
-    slots, heads, dim = values.shape
-    step, count, part, whole = heads * dim, dim // 2, dim // _FOURTHS, size // LANES * LANES
-    ahead, together = _AHEAD * step, count // LANES * LANES
-    flat, places = values.reshape(slots * step), block.reshape(block.size)
-    for slot in range(0, size // TOGETHER * TOGETHER, TOGETHER):
+def _load_values(values, begin, size, head, block):
+    _, heads, dim = values.shape
+    step, whole = heads * dim, size // TOGETHER * TOGETHER if HAS_PAIRS else 0
+    flat, places = values.reshape(values.size), block.view(np.int32).reshape(block.size)
+    for slot in range(0, whole, TOGETHER):
         for i in range(2):
             first, to = (begin + slot + i) * step + head * dim, (slot // 2 + i) * dim
             for at in range(0, dim, LANES):
-                pair_rows((flat, first + at, 2 * step, ahead), (places, to + at))
-    for slot in range(0, whole, LANES):
-        at = (begin + slot) * heads * count + head * count
-        for word in range(0, together, LANES):
-            to = 2 * word // _FOURTHS * STEP + slot
-            transpose_fourths((words, at + word, heads * count, ahead // 2), (transposed, to, STEP, part * STEP))
-    for slot in range(0 if 2 * together < keys.shape[2] else whole, size):
-        first = 2 * together if slot < whole else 0
-        pair_fourths(keys[begin + slot, head], first, transposed[:, slot])
+                pair_rows((flat, first + at, 2 * step), (places, to + at))
+    for slot in range(whole, size):
+        line, to = values[begin + slot, head], block[slot]
+        for i in range(dim):
+            to[i] = widen(line[i])
+
+
+@jit_part
+def _fetch_share(ahead, column, size, is_half):
+    """Prefetch keys of a later block, which are too far apart for the CPU to expect them, while scores are computed.
+
+    `ahead` has the keys and values as words, the block's first slot, the head, and the first and the last line to
+    prefetch; they are spread over the columns. Of values in float32, a block would leave too little of a cache.
+    """
+    words, values, begin, head, first, last = ahead
+    _, heads, count = words.shape
+    lines, step = count // LANES, heads * count
+    for line in range(first + (last - first) * column // size, first + (last - first) * (column + COLUMNS) // size):
+        at = (begin + line // lines * LANES) * step + head * count + line % lines * LANES
+        fetch_rows((words, at, step))
+        if is_half:
+            fetch_rows((values, at, step))
 
 
 @jit_part
@@ -85,38 +98,41 @@ def pair_fourths(numbers, first, out):
 
 
 @jit_part
-def score_prompt(queries, pairs, first, count, transposed, size, scale, is_half, scores):
+def score_prompt(queries, pairs, first, count, transposed, size, scale, is_half, scores, ahead):
     """Score the prompt's keys of a block for a tile of queries: four partial sums of every fourth dimension.
 
-    In float32 queries are already scaled, and there is one sum.
+    In float32 queries are already scaled, and there is one sum. `ahead` are the arguments of `_fetch_share`.
     """
-    dim = queries.shape[1]
-    if not is_half:
-        for column in range(0, size, COLUMNS):
-            _score_tile((queries, first * dim, dim, 1), (transposed, column, STEP), (scores, column, LINE), count, dim)
-        return
-    if HAS_PAIRS:
-        of_keys, step = transposed.view(np.int32), dim // 2
-        for column in range(0, size, COLUMNS):
+    dim, of_keys = queries.shape[1], transposed.view(np.int32)
+    step, parts = dim // 2, np.empty((_PARTS if is_half and not HAS_PAIRS else 0, ROWS * COLUMNS), np.float32)
+    for column in range(0, size, COLUMNS):
+        _fetch_share(ahead, column, size, is_half)
+        if not is_half:
+            scored = scores, column, LINE
+            _score_tile((queries, first * dim, dim, 1), (transposed, column, STEP), scored, count, dim)
+        elif HAS_PAIRS:
             for row in range(0, count, FEW):
                 of_queries, to = (pairs, (first + row) * step, step, 1), (scores, row * LINE + column, LINE, scale)
                 _score_pairs(of_queries, (of_keys, column, STEP), to, FEW, dim // _FOURTHS)
-        return
-    parts = np.empty((_PARTS, ROWS * COLUMNS), np.float32)
-    for column in range(0, size, COLUMNS):
-        for i in range(_PARTS):
-            at, line, step = first * dim + i, i * STEP + column, _PARTS * STEP
-            _score_tile(
-                (queries, at, dim, _PARTS), (transposed, line, step), (parts[i], 0, COLUMNS), count, dim // _PARTS
-            )
-        for row in range(count):
-            scored, at = scores[row, column : column + COLUMNS], row * COLUMNS
-            a, b, c, d = (
-                parts[0, at : at + COLUMNS], parts[1, at : at + COLUMNS],
-                parts[2, at : at + COLUMNS], parts[3, at : at + COLUMNS],
-            )  # fmt: skip
-            for i in range(COLUMNS):
-                scored[i] = ((a[i] + c[i]) + (b[i] + d[i])) * scale
+        else:
+            _score_widened(queries, first, count, transposed, column, scale, scores, parts)
+
+
+@jit_part
+def _score_widened(queries, first, count, transposed, column, scale, scores, parts):
+    """Score a tile of queries and keys that are widened."""
+    dim = queries.shape[1]
+    for i in range(_PARTS):
+        at, line, step = first * dim + i, i * STEP + column, _PARTS * STEP
+        _score_tile((queries, at, dim, _PARTS), (transposed, line, step), (parts[i], 0, COLUMNS), count, dim // _PARTS)
+    for row in range(count):
+        scored, at = scores[row, column : column + COLUMNS], row * COLUMNS
+        a, b, c, d = (
+            parts[0, at : at + COLUMNS], parts[1, at : at + COLUMNS],
+            parts[2, at : at + COLUMNS], parts[3, at : at + COLUMNS],
+        )  # fmt: skip
+        for i in range(COLUMNS):
+            scored[i] = ((a[i] + c[i]) + (b[i] + d[i])) * scale
 
 
 @jit_part

@@ -20,12 +20,21 @@ import torch
 from torch import Tensor
 
 from lookahead.kernels.attention_blocks import STEP, load_block, load_path, pair_fourths, score_path, score_prompt
+from lookahead.kernels.attention_rows import (
+    MAX_SHARING,
+    MAX_TURNS,
+    end_of_depth,
+    most_rows_of,
+    shallowest,
+    share_of,
+    units_of,
+    whole_tiles,
+)
 from lookahead.kernels.jobs import Job, claim_part, run
 from lookahead.kernels.microkernel import FEATURES, LANES, ROWS
 from lookahead.kernels.scalars import bits_of, exp, jit_part, narrow, widen
 from lookahead.kernels.weighted_sums import (
     BLOCK,
-    FEW,
     LINE,
     TOGETHER,
     add_fours,
@@ -34,8 +43,6 @@ from lookahead.kernels.weighted_sums import (
     weigh_more,
 )
 from lookahead.utils.addresses import array_at
-
-MAX_SHARING = 4  # rows that read the same keys at once: more would leave too few parts for several threads
 
 _F = np.float32
 _FAR = _F(1e30)  # from other scores; their weight is 0
@@ -81,7 +88,8 @@ def row_attention(
     places = torch.arange(len(query), device="cpu")[:, None] * query.shape[1]
     trees, groups = torch.cat([trees, places], 1), torch.zeros(len(query), 2 + MAX_SHARING, dtype=torch.int64)
     groups[:, 1], groups[:, 2] = 1, torch.arange(len(query), device="cpu")
-    run(attention(query, keys, values, out, nodes=nodes, trees=trees, groups=groups, scale=scale, limits=limits))
+    passed = {"nodes": nodes, "trees": trees, "groups": groups, "threads": torch.tensor([torch.get_num_threads()])}
+    run(attention(query, keys, values, out, **passed, scale=scale, limits=limits))
     return out
 
 
@@ -99,6 +107,7 @@ def attention(
     nodes: Tensor,
     trees: Tensor,
     groups: Tensor,
+    threads: Tensor,
     scale: float,
     limits: AttentionLimits = NO_LIMITS,
 ) -> Job:
@@ -113,15 +122,17 @@ def attention(
         trees: int64 `[rows, 4]`, contiguous: as in `row_attention`, and the index of each row's first query.
         groups: int64 `[rows, 2 + MAX_SHARING]`, contiguous: for each group of rows the number of first slots whose keys
             and values they share, a multiple of `sharing_step`; the number of rows; and the rows. Padded with zeros.
+        threads: int64 `[1]`, the threads that will share the job, at most those that torch is set to now.
         scale: Factor of the scores.
         limits: See `row_attention`.
     """
     rows, (_, width, heads, dim), (_, slots, kv_heads, _) = len(trees), query.shape, keys.shape
-    tensors, sinks = (query, keys, values, nodes, trees, groups, out), limits.sinks
+    tensors, sinks = (query, keys, values, nodes, trees, groups, threads, out), limits.sinks
     bounds = limits.window, bits_of(limits.softcap), 0 if sinks is None else sinks.data_ptr()
     sizes = rows, width, heads, dim, slots, kv_heads, keys.stride(0) if rows > 1 else 0, nodes.shape[2]
     places = [tensor.data_ptr() for tensor in tensors]
-    return _ENTRIES[query.dtype], rows * kv_heads, (*places, *sizes, bits_of(scale), *bounds), (tensors, sinks)
+    most = rows * kv_heads + (torch.get_num_threads() - 1) * (MAX_TURNS - 1)
+    return _ENTRIES[query.dtype], most, (*places, *sizes, bits_of(scale), *bounds), (tensors, sinks)
 
 
 def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -155,14 +166,16 @@ def _attend(address, number, word, size):
 
     `number` is the element type of the tensors, of `size` bytes; a `word` has 4 bytes.
     """
-    numbers = array_at(address, (21,), np.int64)
-    parts, query_at, keys_at, values_at, nodes_at, trees_at, groups_at, out_at = numbers[1:9]
-    rows, width, heads, dim, slots, kv_heads, step, most, bits, window, cap_bits, sinks_at = numbers[9:]
+    numbers = array_at(address, (22,), np.int64)
+    parts, query_at, keys_at, values_at, nodes_at, trees_at, groups_at, threads_at, out_at = numbers[1:10]
+    rows, width, heads, dim, slots, kv_heads, step, most, bits, window, cap_bits, sinks_at = numbers[10:]
     softcap, sinks = np.int32(cap_bits).view(np.float32), array_at(sinks_at, (heads,), np.float32)
     per_kv, scale, is_half = heads // kv_heads, np.int32(bits).view(np.float32), size == 2
     trees = array_at(trees_at, (rows, 4), np.int64)
     groups = array_at(groups_at, (rows, 2 + MAX_SHARING), np.int64)
-    most_rows = _most_rows(groups, trees, per_kv) + ROWS  # a tile of the nodes of one depth may end after the last row
+    most_rows = (
+        most_rows_of(groups, trees, per_kv) + ROWS
+    )  # a tile of the nodes of one depth may end after the last row
     queries, sums = np.zeros((most_rows, dim), np.float32), np.empty((most_rows, dim), np.float32)
     pairs = np.zeros((most_rows, dim // 2), np.int32)  # of the queries, for the CPU's instruction
     peaks, totals, scores = (
@@ -172,24 +185,31 @@ def _attend(address, number, word, size):
     )
     transposed, block = np.empty((dim, STEP), np.float32), np.empty((BLOCK, dim), np.float32)
     held = np.empty(most, np.int64)  # by depth, the node whose values are in the block
+    units, whole, turns = units_of(groups, trees, kv_heads, array_at(threads_at, (1,), np.int64)[0])
     part = claim_part(address)
     while part < parts:
-        group, head = groups[part // kv_heads], part % kv_heads
+        unit, turn, of = part, 0, 1
+        if part >= whole:
+            unit, turn, of = whole + (part - whole) // turns, (part - whole) % turns, turns
+        if unit >= units:
+            part = claim_part(address)
+            continue
+        group, head = groups[unit // kv_heads], unit % kv_heads
         shared, filled = group[0], 0
         for row in group[2 : 2 + group[1]] if window else group[:0]:
             if trees[row, 0] + trees[row, 1] > window:  # keys are not all seen
                 shared = 0
         peaks[:], totals[:], sums[:] = -np.inf, 0.0, 0.0
         for row in group[2 : 2 + group[1]]:
-            count, scored, first = trees[row, 1:]
+            _, count, scored, first = share_of(trees[row], turn, of)
             query = array_at(query_at + size * first * heads * dim, (width, heads, dim), number)
             rest = (count - scored) * per_kv
             _load_queries(query, head, per_kv, scale, is_half, queries[filled : filled + rest], pairs[filled:])
-            filled += _padded((count - scored) * per_kv)
-        filled = 0
+            filled += whole_tiles((count - scored) * per_kv)
+        tiled, filled = (filled + ROWS - 1) // ROWS * ROWS, 0
         for member in range(group[1]):
             row = group[2 + member]
-            start, count, scored, first = trees[row]
+            start, count, scored, first = share_of(trees[row], turn, of)
             out = array_at(out_at + size * first * heads * dim, (width, heads, dim), number)
             keys, values = (
                 array_at(keys_at + size * row * step, (slots, kv_heads, dim), number),
@@ -202,22 +222,22 @@ def _attend(address, number, word, size):
                 common = min(BLOCK, shared - begin)
                 load_block(keys, words, values, begin, common, head, transposed, block, is_half)
                 _attend_shared(
-                    queries[: most_rows - ROWS], pairs, transposed, block, flat, begin, common, head, kv_heads, scale,
-                    softcap, is_half, scores, peaks, totals, sums,
+                    queries[:tiled], pairs, transposed, block, words, flat, begin, common, head, kv_heads,
+                    scale, softcap, is_half, scores, peaks, totals, sums,
                 )  # fmt: skip
-            end = filled + _padded((count - scored) * per_kv)
+            end = filled + whole_tiles((count - scored) * per_kv)
             node, own = scored, np.int64(0)
             while node < count:
                 # In bfloat16 the sums of a window begin with its first key, which all nodes of one depth share.
-                until = _end_of_depth(nodes[1], node, count) if window and is_half else count
+                until = end_of_depth(nodes[1], node, count) if window and is_half else count
                 begin = filled + own * per_kv
-                ending = begin + _padded((until - node) * per_kv)
-                base = max(0, start + _shallowest(nodes[1], node, until) + 1 - window) if window else 0
+                ending = begin + whole_tiles((until - node) * per_kv)
+                base = max(0, start + shallowest(nodes[1], node, until) + 1 - window) if window else 0
                 _attend_tree(
-                    keys[base:], values[base:], words[base:], flat[base * kv_heads * dim :], nodes[0], nodes[1],
-                    start - base, until, node, shared, head, per_kv, scale, window, softcap, is_half,
-                    queries[begin:ending], pairs[begin:ending], scores, sums[begin:ending], peaks[begin:ending],
-                    totals[begin:ending], transposed, block, held,
+                    keys[base:], values[base:], words[base:], flat[base * kv_heads * dim * size // 4 :],
+                    nodes[0], nodes[1], start - base, until, node, shared, head, per_kv, scale, window, softcap,
+                    is_half, queries[begin:ending], pairs[begin:ending], scores, sums[begin:ending],
+                    peaks[begin:ending], totals[begin:ending], transposed, block, held,
                 )  # fmt: skip
                 own += until - node
                 node = until
@@ -234,45 +254,10 @@ def _attend(address, number, word, size):
 
 
 @jit_part
-def _end_of_depth(depths, node, count):
-    """The node after those that follow a node at its depth."""
-    until = node + 1
-    while until < count and depths[until] == depths[node]:
-        until += 1
-    return until
-
-
-@jit_part
-def _shallowest(depths, node, until):
-    least = depths[node]
-    for other in range(node, until):
-        least = min(least, depths[other])
-    return least
-
-
-@jit_part
 def _cap(line, size, softcap):
     """Bound scores smoothly."""
     for i in range(size):
         line[i] = softcap - _F(2.0) * softcap / (exp(_F(2.0) * line[i] / softcap) + _F(1.0))
-
-
-@jit_part
-def _padded(rows):
-    """The number of rows in whole tiles."""
-    return (rows + FEW - 1) // FEW * FEW
-
-
-@jit_part
-def _most_rows(groups, trees, per_kv):
-    """The query rows of a KV head in the largest group, in whole tiles."""
-    most = 0
-    for group in groups:
-        filled = 0
-        for row in group[2 : 2 + group[1]]:
-            filled += _padded((trees[row, 1] - trees[row, 2]) * per_kv)
-        most = max(most, filled)
-    return (most + ROWS - 1) // ROWS * ROWS
 
 
 @jit_part
@@ -287,12 +272,21 @@ def _load_queries(query, head, per_kv, scale, is_half, queries, pairs):
 
 @jit_part
 def _attend_shared(
-    queries, pairs, transposed, block, flat, begin, common, head, kv_heads, scale, softcap, is_half, scores, peaks,
-    totals, sums,
+    queries, pairs, transposed, block, words, flat, begin, common, head, kv_heads, scale, softcap, is_half, scores,
+    peaks, totals, sums,
 ):  # fmt: skip
     """Attend to a block of keys that all queries see."""
+    lines = BLOCK // LANES * (words.shape[2] // LANES)
     for first in range(0, len(queries), ROWS):
-        score_prompt(queries, pairs, first, ROWS, transposed, common, scale, is_half, scores)
+        ahead = (
+            words,
+            flat.reshape(words.shape),
+            begin + BLOCK,
+            head,
+            lines * first // len(queries),
+            lines * (first + ROWS) // len(queries),
+        )
+        score_prompt(queries, pairs, first, ROWS, transposed, common, scale, is_half, scores, ahead)
         for row in range(ROWS):
             if softcap:
                 _cap(scores[row], common, softcap)
@@ -310,6 +304,7 @@ def _attend_tree(
 ):  # fmt: skip
     """One pass over the blocks of keys after the shared ones."""
     rows, deepest, kv_heads = (count - scored) * per_kv, 0, keys.shape[1]
+    lines = BLOCK // LANES * (words.shape[2] // LANES)
     for node in range(scored, count):
         deepest = max(deepest, depths[node])
     for begin in range(shared, start + deepest + 1, BLOCK):
@@ -319,7 +314,15 @@ def _attend_tree(
         held[:] = -1
         for first in range(0, rows, ROWS):
             tile = min(ROWS, len(queries) - first)
-            score_prompt(queries, pairs, first, tile, transposed, common, scale, is_half, scores)
+            ahead = (
+                words,
+                flat.reshape(words.shape),
+                begin + BLOCK,
+                head,
+                lines * first // rows,
+                lines * min(rows, first + ROWS) // rows,
+            )
+            score_prompt(queries, pairs, first, tile, transposed, common, scale, is_half, scores, ahead)
             for row in range(first, min(first + ROWS, rows)):
                 node, line = scored + row // per_kv, scores[row - first]
                 size = min(BLOCK, start + depths[node] + 1 - begin)

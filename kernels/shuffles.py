@@ -48,16 +48,13 @@ def transpose_fourths(context: Any, source: Any, out: Any) -> Any:
     """Store `LANES` rows of `2 * LANES` bfloat16, held as int32, transposed, and every number with the fourth after it.
 
     The pairs are int32 with the earlier number in the upper half, in four parts: the first part has the numbers 0, 8,
-    16, ... with the numbers 4, 12, 20, ..., the second those after these. The source is an array, the index of its
-    first element, the step between rows, and the distance of elements that are read later; the output an array, the
-    index of its first element, and the steps between rows and between parts.
+    16, ... with the numbers 4, 12, 20, ..., the second those after these. The output is an array, the index of the
+    first element, and the steps between rows and between parts.
     """
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        (source, at, row_step, ahead), (out, to, out_step, part_step) = matrices_of(target, builder, signature, values)
+        (source, at, row_step), (out, to, out_step, part_step) = matrices_of(target, builder, signature, values)
         firsts = [builder.add(at, builder.mul(row_step, WHOLE(row))) for row in range(LANES)]
-        for first in firsts:
-            emit_fetch(builder, (source, None, None, builder.add(first, ahead), WHOLE(0)), WHOLE(0))
         rows = [builder.load(vector_at(builder, source, first, PAIRS), align=4) for first in firsts]
         rows = _transposed(builder, rows)
         for at, word in enumerate(row for row in range(LANES) if not row & 2):
@@ -109,22 +106,32 @@ def pair_weights(context: Any, weights: Any, out: Any) -> Any:
 def pair_rows(context: Any, source: Any, out: Any) -> Any:
     """Store pairs of two rows of `LANES` bfloat16, held as uint16, as int32; those of the first row in the lower half.
 
-    The source is an array, the index of its first element, the step to the second row, and the distance of elements
-    that are read later.
+    The source is an array, the index of its first element, and the step to the second row.
     """
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        (source, at, step, ahead), (out, to) = matrices_of(target, builder, signature, values)
-        kind, rows = ir.VectorType(ir.IntType(16), LANES), []
-        for first in (at, builder.add(at, step)):
-            emit_fetch(builder, (source, None, None, builder.add(first, ahead), WHOLE(0)), WHOLE(0))
-            row = builder.load(vector_at(builder, source, first, kind), align=2)
-            rows.append(builder.zext(row, PAIRS))
-        pairs = builder.or_(rows[0], builder.shl(rows[1], _SIXTEEN))
+        (source, at, step), (out, to) = matrices_of(target, builder, signature, values)
+        kind, firsts = ir.VectorType(ir.IntType(16), LANES), (at, builder.add(at, step))
+        lower, upper = (builder.load(vector_at(builder, source, first, kind), align=2) for first in firsts)
+        pairs = builder.or_(builder.zext(lower, PAIRS), builder.shl(builder.zext(upper, PAIRS), _SIXTEEN))
         builder.store(pairs, vector_at(builder, out, to, PAIRS), align=4)
         return target.get_dummy_value()
 
     return types.void(source, out), emit
+
+
+@to_intrinsic
+def fetch_rows(context: Any, source: Any) -> Any:
+    """Prefetch a cache line of each of `LANES` rows: an array, the index of an element, and the step between rows."""
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        ((source, at, step),) = matrices_of(target, builder, signature, values)
+        for row in range(LANES):
+            first = builder.add(at, builder.mul(step, WHOLE(row)))
+            emit_fetch(builder, (source, None, None, first, WHOLE(0)), WHOLE(0))
+        return target.get_dummy_value()
+
+    return types.void(source), emit
 
 
 def paired(builder: Any, first: Any, second: Any) -> Any:

@@ -10,8 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from lookahead.backend.cpu.exact_attention import PerNodeAttention, has_bits_of_sdpa
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import row_attention
+from lookahead.kernels.attention_rows import MAX_SHARING
 from lookahead.kernels.jobs import run
-from lookahead.kernels.row_attention import BLOCK, MAX_SHARING, AttentionLimits
+from lookahead.kernels.row_attention import BLOCK, AttentionLimits
 from tests.test_row_attention import tensors_of, tree_of
 
 pytestmark = pytest.mark.skipif(
@@ -97,7 +98,7 @@ def test_rows_that_share_keys_share_none_behind_a_window(window):
     groups[0, :4] = torch.tensor([shared, 2, 0, 1])
     job = row_attention.attention(
         queries, both_keys, both_values, out, nodes=per_node.tensors["nodes"], trees=trees, groups=groups,
-        scale=32**-0.5, limits=limits,
+        threads=torch.ones(1, dtype=torch.int64), scale=32**-0.5, limits=limits,
     )  # fmt: skip
     run(job)
     for row in range(2):

@@ -87,7 +87,19 @@ def test_rows_that_read_shared_keys_once_attend_as_each_alone(dtype: torch.dtype
     own = keys.clone(), values.clone()
     for row in (0, 2, 3, 4):  # of each group the first row is read
         keys[row, :shared] = values[row, :shared] = torch.nan
-    run(row_attention.attention(query, keys, values, out, nodes=of_nodes, trees=trees, groups=groups, scale=dim**-0.5))
+    run(
+        row_attention.attention(
+            query,
+            keys,
+            values,
+            out,
+            nodes=of_nodes,
+            trees=trees,
+            groups=groups,
+            threads=torch.ones(1, dtype=torch.int64),
+            scale=dim**-0.5,
+        )
+    )
     for row, count in enumerate(nodes):
         start, _, _, first = trees[row].tolist()
         alone = row_attention.row_attention(

@@ -53,10 +53,12 @@ def one_by_one(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, sta
     return torch.cat(out)[:, :, 0]
 
 
-def by_rows(query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, start: int) -> Tensor:
+def by_rows(
+    query: Tensor, keys: Tensor, values: Tensor, tree: TokenTree, start: int, limits: Any = row_attention.NO_LIMITS
+) -> Tensor:
     per_node = PerNodeAttention([tree], [start], [len(tree) - len(query)])
     tensors = (each[None] for each in (query, keys, values))
-    return row_attention.row_attention(*tensors, **per_node.tensors, scale=query.shape[2] ** -0.5)[0]
+    return row_attention.row_attention(*tensors, **per_node.tensors, scale=query.shape[2] ** -0.5, limits=limits)[0]
 
 
 @pytest.mark.parametrize("start", [0, 1, 15, 16, 100, BLOCK - 7, BLOCK, BLOCK + 1, 2 * BLOCK - 4])
@@ -69,6 +71,29 @@ def test_every_node_attends_over_its_own_path_alone(start, heads, kv_heads, dim)
     assert (got - exact).abs().max() < 0.01 * exact.abs().max()
     if is_exact:
         assert torch.equal(got, one_by_one(*tensors, tree, start, 0))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 33, 64])
+@pytest.mark.parametrize("start", [3, 37, BLOCK + 16, 2 * BLOCK - 1, 3 * BLOCK + 47])
+def test_any_number_of_nodes_behind_several_blocks_keeps_the_bits_of_each(start, nodes):
+    tree, tensors = tree_of(nodes, start), tensors_of(start + nodes, nodes, 6, 2, 64)
+    got = by_rows(*tensors, tree, start)
+    for last in {0, nodes - 1}:
+        assert torch.equal(by_rows(tensors[0][last:], *tensors[1:], tree, start), got[last:])
+    if is_exact:
+        assert torch.equal(got, one_by_one(*tensors, tree, start, 0))
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 7])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("window", [0, 20])
+def test_threads_that_share_the_nodes_of_a_row_change_no_bit(window, kv_heads, nodes, three_threads):
+    start, limits = BLOCK + 50, row_attention.AttentionLimits(window)
+    tree, tensors = tree_of(nodes, 2), tensors_of(start + nodes, nodes, 4, kv_heads, 32)
+    together = by_rows(*tensors, tree, start, limits)
+    torch.set_num_threads(1)
+    alone = by_rows(*tensors, tree, start, limits)
+    assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize("start", [0, 5, 40, BLOCK - 7, 2 * BLOCK + 3])

@@ -18,6 +18,7 @@ from lookahead.backend.cpu.routing import Routing
 from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import row_attention
+from lookahead.kernels.attention_rows import MAX_SHARING
 from lookahead.kernels.jobs import Job, leader, table_of
 from lookahead.kernels.layer_ops import storing
 from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
@@ -106,9 +107,10 @@ class PassTable(KeepsAddresses):
             )
             for rope in ropes.values()
         }  # fmt: skip
-        shapes = (rows, 2, MAX_TABLE_NODES), (rows, 4), (self.most,), (rows, 2 + row_attention.MAX_SHARING)
+        shapes = (rows, 2, MAX_TABLE_NODES), (rows, 4), (self.most,), (rows, 2 + MAX_SHARING)
         self._nodes, self._trees, self._places, self._groups = (np.zeros(shape, np.int64) for shape in shapes)
         self._origins: list[Origin] = []  # of the rows when they were grouped
+        self._sharers: NDArray[np.int64] = np.ones(1, np.int64)  # threads of the pass
         self._sharing_step = row_attention.sharing_step(hidden.dtype)
         self._threads = torch.get_num_threads()
         for at in range(len(parts.layers)):
@@ -174,7 +176,7 @@ class PassTable(KeepsAddresses):
                 held[:, :tokens] = angles
         if self._slots.origins[: len(starts)] != self._origins:
             self._group(starts)
-        first, capacity = 0, self._slots.capacity
+        first, capacity, self._sharers[0] = 0, self._slots.capacity, threads
         for row, (tree, start, done) in enumerate(zip(trees, starts, scored, strict=True)):
             nodes = len(tree.tokens)
             self._nodes[row, :, :nodes] = tree.parents, tree.depths
@@ -194,8 +196,7 @@ class PassTable(KeepsAddresses):
     def _group(self, starts: Sequence[int]) -> None:
         """Group the rows that share keys and values."""
         origins = self._slots.origins[: len(starts)]
-        most = row_attention.MAX_SHARING
-        self._groups[:] = sharing_groups(origins, starts, most=most, step=self._sharing_step)
+        self._groups[:] = sharing_groups(origins, starts, most=MAX_SHARING, step=self._sharing_step)
         self._origins = origins
 
     def kept(self, hidden: Tensor) -> dict[int, Tensor]:
@@ -252,9 +253,9 @@ class PassTable(KeepsAddresses):
             out: Likewise.
             scale: Factor of the scores.
         """
-        nodes, trees, groups = map(torch.from_numpy, (self._nodes, self._trees, self._groups))
+        tables = {"nodes": self._nodes, "trees": self._trees, "groups": self._groups, "threads": self._sharers}
         return row_attention.attention(
-            query, keys, values, out, nodes=nodes, trees=trees, groups=groups, scale=scale,
+            query, keys, values, out, **{name: torch.from_numpy(table) for name, table in tables.items()}, scale=scale,
             limits=self._parts.limits[layer],
         )  # fmt: skip
 
