@@ -86,8 +86,7 @@ class TreePass:
             arrays = _arrays(slots.active, slots.width, slots.width if scored is None else max(map(len, trees)))
             for row, (tree, first) in enumerate(zip(trees, self.firsts, strict=True)):
                 _fill_row(arrays, row, tree.tokens, tree.parents, tree.depths, lengths[row], first, slots.capacity)
-        tensors = [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
-        self.tokens, self.positions, index, *others = tensors
+        self.tokens, self.positions, index, *others = on_device(arrays, device)
         self.keep = others[0] if prompt else index[:0]
         if trees:
             self._tensors[device] = TreeTensors(*others)
@@ -100,7 +99,7 @@ class TreePass:
             words = TokenTree(chain, np.maximum(chain - 1, 0), chain, chain).ancestor_words()
             lengths, nodes = self._slots.lengths[:active].astype(np.int32), np.full(active, len(chain), np.int32)
             arrays = lengths, nodes, np.repeat(chain[None], active, 0), np.repeat(words[None], active, 0)
-            self._tensors[device] = TreeTensors(*(torch.from_numpy(array).to(device) for array in arrays))
+            self._tensors[device] = TreeTensors(*on_device(arrays, device))
         if device not in self._tensors:
             first = next(iter(self._tensors.values()))
             self._tensors[device] = TreeTensors(*(each.to(device) for each in first))
@@ -189,9 +188,9 @@ class FixedShapePass(TreePass):
         self.sees_all = False
         self._rows, self._capacity = rows, slots.capacity
         self._arrays = _arrays(rows, width, width)
-        # On a CPU they share the memory of the arrays.
-        self._buffers = [torch.from_numpy(array).to(device) for array in self._arrays]
-        self.tokens, self.positions, self.index, *tensors = self._buffers
+        self._whole = torch.from_numpy(_pack(self._arrays)).to(device) if device.type != "cpu" else None
+        tensors = on_device(self._arrays, device) if self._whole is None else _unpack(self._whole, self._arrays)
+        self.tokens, self.positions, self.index, *tensors = tensors
         self._filled = TreeTensors(*tensors)
 
     def fill(self, trees: Sequence[TokenTree]) -> None:
@@ -200,9 +199,8 @@ class FixedShapePass(TreePass):
         for row in range(self._rows):
             tree, length = (trees[row], self._slots.lengths[row]) if row < len(trees) else (root, np.int64(0))
             _fill_row(self._arrays, row, tree.tokens, tree.parents, tree.depths, length, 0, self._capacity)
-        if self.tokens.device.type != "cpu":
-            for buffer, array in zip(self._buffers, self._arrays, strict=True):
-                buffer.copy_(torch.from_numpy(array), non_blocking=True)
+        if self._whole is not None:
+            self._whole.copy_(torch.from_numpy(_pack(self._arrays)), non_blocking=may_return_early(self._whole.device))
 
     def tensors(self, device: torch.device) -> TreeTensors:
         """The trees of the newest step, on `device`."""
@@ -212,6 +210,45 @@ class FixedShapePass(TreePass):
         """Discard masks and the choice of kernels."""
         self._masks.clear()
         self.kernels.clear()
+
+
+def may_return_early(device: torch.device) -> bool:
+    """Whether a copy of host memory that is freed at once may be asked for without waiting.
+
+    CUDA has read pageable memory when the call returns. Metal may still read it (pytorch/pytorch#189690).
+    """
+    return device.type == "cuda"
+
+
+def on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Arrays of int32 and int64 as tensors on a device, after one copy; on a CPU they share the arrays' memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return _unpack(torch.from_numpy(_pack(arrays)).to(device, non_blocking=may_return_early(device)), arrays)
+
+
+def _pack(arrays: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+    """The arrays one after the other, int64 `[words]`."""
+    whole, at = np.zeros(sum(map(_words, arrays)), np.int64), 0
+    for array in arrays:
+        whole[at:].view(array.dtype)[: array.size] = array.reshape(-1)
+        at += _words(array)
+    return whole
+
+
+def _unpack(whole: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    """The parts of packed arrays, as views."""
+    parts, at = list[Tensor](), 0
+    for array in arrays:
+        kind = torch.int32 if array.dtype == np.int32 else torch.int64
+        parts.append(whole[at : at + _words(array)].view(kind)[: array.size].view(array.shape))
+        at += _words(array)
+    return parts
+
+
+def _words(array: NDArray[Any]) -> int:
+    """Words of 8 bytes that an array takes, so that the next one begins at a multiple of 16 bytes, for Triton."""
+    return -(-array.nbytes // 16) * 2
 
 
 def _arrays(rows: int, width: int, nodes: int) -> tuple[NDArray[Any], ...]:

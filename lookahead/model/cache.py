@@ -46,7 +46,18 @@ class TreeSlots:
         self.is_plain = False  # the model uses its own masks and attention in the running pass
         self.is_fixed = False  # it is a fixed-shape pass
         self.index: Tensor | None = None  # int64 `[active * width]`, the slots of uneven rows, numbered over all rows
+        self._moved: tuple[Tensor | None, dict[torch.device, Tensor]] = None, {}  # an index on other devices
         self.allocations = 0  # by layers so far; when it grows, old addresses are invalid
+
+    def index_on(self, device: torch.device) -> Tensor:
+        """The index on a device of some layers, copied there once a pass."""
+        assert self.index is not None
+        if self._moved[0] is not self.index:
+            self._moved = self.index, {self.index.device: self.index}
+        moved = self._moved[1]
+        if device not in moved:
+            moved[device] = self.index.to(device)
+        return moved[device]
 
     def begin(self, width: int, scored: NDArray[np.int64] | None = None, *, is_plain: bool = False) -> None:
         """Begin a pass that writes `width` nodes per active row, after committed tokens and already scored nodes."""
@@ -120,7 +131,7 @@ class TreeLayer(CacheLayerMixin):
             if slots.index is None:
                 buffer[rows, slots.start : slots.start + slots.width] = new.transpose(1, 2)
             else:
-                index = slots.index.to(buffer.device)
+                index = slots.index_on(buffer.device)
                 buffer.flatten(0, 1).index_copy_(0, index, new.transpose(1, 2).flatten(0, 1))
         seen = slice(self.get_mask_sizes(slots.width)[1], slots.kv_length)
         return self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
@@ -317,7 +328,7 @@ class TreeCache(Cache):
                 buffer[row, start : start + len(path)] = buffer[row].index_select(0, nodes)
             return
         packed = torch.from_numpy(np.array([row, start, len(path), *path], np.int32))
-        packed = packed.to(self.buffers()[0].device, non_blocking=True)
+        packed = packed.to(self.buffers()[0].device, non_blocking=True)  # on CUDA only, which reads it at once
         self._compact(rows=packed[:1], starts=packed[1:2], counts=packed[2:3], paths=packed[3:][None])
 
     def extract_row(self, row: int, path: Tensor | None = None) -> RowCopy:
