@@ -93,7 +93,7 @@ def assemble(
     plan, kind = plan_of(model), kind_of(model)
     keeps_states = plan.may_keep_states and bool(mixers_of(model))
     config = _bounded(common.config, model, rows) if keeps_states else common.config
-    captures = reading is None and not keeps_states and plan.device.type == "cuda" and records_graphs(model)
+    captures = reading is None and not keeps_states and records_graphs(model)
     # Trees with their root are padded to powers of two where passes are recorded.
     is_less = captures and config.max_nodes is None and any(name != "jacobi" for name in config.proposers)
     acceptance = acceptance_of(config.acceptance, is_sampled=warp is not None)
