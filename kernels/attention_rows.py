@@ -6,8 +6,8 @@ from lookahead.kernels.microkernel import ROWS
 from lookahead.kernels.scalars import jit_part
 from lookahead.kernels.weighted_sums import FEW
 
-MAX_TURNS = 4  # parts of a row's nodes for different threads, each of which reads all keys
-MAX_SHARING = 4  # rows that read the same keys at once: more would leave too few parts for several threads
+MAX_TURNS = 4  # parts of a group's nodes for different threads, each of which reads all keys
+MAX_SHARING = 8  # rows that read the same keys at once
 _FEWEST = 2  # nodes of such a part
 
 
@@ -17,18 +17,29 @@ def units_of(groups, trees, kv_heads, threads):
     units, widest = 0, 0
     for group in groups:
         units += kv_heads if group[1] else 0
-    for tree in trees:
-        widest = max(widest, tree[1] - tree[2])
+        widest = max(widest, nodes_of(group, trees))
     turns = max(1, min(threads, MAX_TURNS, widest // _FEWEST))
     return units, units // threads * threads if turns > 1 else units, turns
 
 
 @jit_part
-def share_of(tree, turn, of):
-    """The part of a tree's unscored nodes that has number `turn` of `of`, as in `trees`."""
+def nodes_of(group, trees):
+    """The unscored nodes of the rows of a group."""
+    nodes = 0
+    for row in group[2 : 2 + group[1]]:
+        nodes += trees[row, 1] - trees[row, 2]
+    return nodes
+
+
+@jit_part
+def share_of(tree, before, begin, end):
+    """Some unscored nodes of a tree, as in `trees`: those from `begin` to `end` among its group's.
+
+    `before` are the group's nodes before them.
+    """
     start, count, scored, first = tree
-    begin, end = scored + (count - scored) * turn // of, scored + (count - scored) * (turn + 1) // of
-    return start, end, begin, first + begin - scored
+    begin, end = min(max(begin - before, 0), count - scored), min(max(end - before, 0), count - scored)
+    return start, scored + end, scored + begin, first + begin
 
 
 @jit_part

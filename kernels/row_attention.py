@@ -25,6 +25,7 @@ from lookahead.kernels.attention_rows import (
     MAX_TURNS,
     end_of_depth,
     most_rows_of,
+    nodes_of,
     shallowest,
     share_of,
     units_of,
@@ -173,9 +174,7 @@ def _attend(address, number, word, size):
     per_kv, scale, is_half = heads // kv_heads, np.int32(bits).view(np.float32), size == 2
     trees = array_at(trees_at, (rows, 4), np.int64)
     groups = array_at(groups_at, (rows, 2 + MAX_SHARING), np.int64)
-    most_rows = (
-        most_rows_of(groups, trees, per_kv) + ROWS
-    )  # a tile of the nodes of one depth may end after the last row
+    most_rows = most_rows_of(groups, trees, per_kv) + ROWS  # a tile of one depth's nodes may end after the last row
     queries, sums = np.zeros((most_rows, dim), np.float32), np.empty((most_rows, dim), np.float32)
     pairs = np.zeros((most_rows, dim // 2), np.int32)  # of the queries, for the CPU's instruction
     peaks, totals, scores = (
@@ -195,21 +194,24 @@ def _attend(address, number, word, size):
             part = claim_part(address)
             continue
         group, head = groups[unit // kv_heads], unit % kv_heads
-        shared, filled = group[0], 0
+        shared, filled, before, of_group = group[0], 0, 0, nodes_of(group, trees)
+        from_node, to_node = of_group * turn // of, of_group * (turn + 1) // of
         for row in group[2 : 2 + group[1]] if window else group[:0]:
             if trees[row, 0] + trees[row, 1] > window:  # keys are not all seen
                 shared = 0
         peaks[:], totals[:], sums[:] = -np.inf, 0.0, 0.0
         for row in group[2 : 2 + group[1]]:
-            _, count, scored, first = share_of(trees[row], turn, of)
+            _, count, scored, first = share_of(trees[row], before, from_node, to_node)
+            before += trees[row, 1] - trees[row, 2]
             query = array_at(query_at + size * first * heads * dim, (width, heads, dim), number)
             rest = (count - scored) * per_kv
             _load_queries(query, head, per_kv, scale, is_half, queries[filled : filled + rest], pairs[filled:])
             filled += whole_tiles((count - scored) * per_kv)
-        tiled, filled = (filled + ROWS - 1) // ROWS * ROWS, 0
+        tiled, filled, before = (filled + ROWS - 1) // ROWS * ROWS, 0, 0
         for member in range(group[1]):
             row = group[2 + member]
-            start, count, scored, first = share_of(trees[row], turn, of)
+            start, count, scored, first = share_of(trees[row], before, from_node, to_node)
+            before += trees[row, 1] - trees[row, 2]
             out = array_at(out_at + size * first * heads * dim, (width, heads, dim), number)
             keys, values = (
                 array_at(keys_at + size * row * step, (slots, kv_heads, dim), number),

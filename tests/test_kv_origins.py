@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lookahead.kernels import row_attention
+from lookahead.kernels.attention_rows import MAX_SHARING
 from lookahead.kernels.jobs import run
 from lookahead.model.kv_origins import new_origin, shared_tokens, sharing_groups
 from tests.support.small_layers import attends
@@ -61,7 +62,10 @@ def test_a_row_that_shares_little_does_not_end_what_others_share() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [32, 64, 80])
 @pytest.mark.parametrize("shared", [512, 528, 1024], ids="shared-{}".format)
-def test_rows_that_read_shared_keys_once_attend_as_each_alone(dtype: torch.dtype, dim: int, shared: int) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_that_read_shared_keys_once_attend_as_each_alone(
+    dtype: torch.dtype, dim: int, shared: int, threads: int, three_threads: None
+) -> None:
     """In bfloat16 with the same bits, whatever the other rows of the group are."""
     step = row_attention.sharing_step(dtype)
     if shared % step or not attends(torch.float32):
@@ -83,23 +87,13 @@ def test_rows_that_read_shared_keys_once_attend_as_each_alone(dtype: torch.dtype
         for node in range(1, count):
             of_nodes[row, 1, node] = of_nodes[row, 1, of_nodes[row, 0, node]] + 1
         first += count
-    groups = torch.tensor([[shared, 4, 5, 0, 2, 3], [shared, 2, 1, 4, 0, 0], *[[0] * 6] * 4])
+    groups = torch.zeros(rows, 2 + MAX_SHARING, dtype=torch.int64)
+    groups[:2, :6] = torch.tensor([[shared, 4, 5, 0, 2, 3], [shared, 2, 1, 4, 0, 0]])
     own = keys.clone(), values.clone()
     for row in (0, 2, 3, 4):  # of each group the first row is read
         keys[row, :shared] = values[row, :shared] = torch.nan
-    run(
-        row_attention.attention(
-            query,
-            keys,
-            values,
-            out,
-            nodes=of_nodes,
-            trees=trees,
-            groups=groups,
-            threads=torch.ones(1, dtype=torch.int64),
-            scale=dim**-0.5,
-        )
-    )
+    passed = {"nodes": of_nodes, "trees": trees, "groups": groups, "threads": torch.tensor([threads])}
+    run(row_attention.attention(query, keys, values, out, **passed, scale=dim**-0.5))
     for row, count in enumerate(nodes):
         start, _, _, first = trees[row].tolist()
         alone = row_attention.row_attention(
