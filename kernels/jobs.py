@@ -42,6 +42,12 @@ def run(*jobs: Job) -> None:
         launch(_compile(join).address, address, threads, 0)
 
 
+def lead_jobs(jobs: Sequence[Job], threads: int) -> None:
+    """Run jobs one after the other on our own threads, within a longer call."""
+    held = array("q", table_of(jobs))
+    leader()(team_of(threads) if threads > 1 else 0, held.buffer_info()[0], threads)
+
+
 def table_of(jobs: Sequence[Job]) -> list[int]:
     """The int64 numbers of jobs, for one call of the `leader`."""
     table, passed = [len(jobs), 0, 0], list[int]()

@@ -26,12 +26,12 @@ _WIDTH = _PARTIALS * _LANES
 
 _F = np.float32
 _MAX_EXP_INPUT = _F(80.0)  # from here on SiLU returns its input
-_NORM, _ROTATION, _GATING, _STORING = range(4)  # kinds of jobs
+_NORM, _ROTATION, _GATING, _STORING, _COPYING = range(5)  # kinds of jobs
 ROUNDED, WIDE, PLUS_ONE = range(3)
 """Norms: of rows that are rounded before they meet the weight, as in Llama, or after, as in OLMo 2; and the latter with
 1 added to the weight, as in Gemma."""
-SILU, GELU_TANH, TABLE = range(3)
-"""Activations: two formulas, and a table of the results of all bfloat16 numbers."""
+SILU, GELU_TANH, TABLE, SIGMOID = range(4)
+"""Activations: three formulas, and a table of the results of all bfloat16 numbers."""
 _GELU_FACTOR, _GELU_CUBE = _F(1.5957691216057308), _F(0.044715)  # 2 * sqrt(2 / pi)
 
 
@@ -115,7 +115,7 @@ def gating(
     Args:
         gate: bfloat16 or float32; contiguous, or rows `[rows, size]` of any strides.
         up: Like `gate`, with its strides, or None.
-        kind: `SILU`, `GELU_TANH` or `TABLE`.
+        kind: `SILU`, `GELU_TANH`, `SIGMOID` or `TABLE`.
         table: bfloat16 `[65536]`: the activation of the number with these bits, for a gate in bfloat16.
         out: Contiguous, of the shape of `gate`; if None, results replace the gate, which is contiguous.
         limit: Largest gate, and largest absolute value of `up`, to which 1 is added then; 0 for none.
@@ -140,6 +140,12 @@ def storing(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Te
     tensors, width = (key, value, keys, values, places), key.shape[-1]
     sizes = key.numel() // width, width, key.element_size()
     return _ENTRIES[key.dtype], 1, (_STORING, *(tensor.data_ptr() for tensor in tensors), *sizes), tensors
+
+
+def copying(x: Tensor, out: Tensor) -> Job:
+    """A job that copies rows `[rows, width]`, whose numbers are side by side, to contiguous ones of their dtype."""
+    sizes = *x.shape, x.stride(0)
+    return _ENTRIES[x.dtype], 1, (_COPYING, x.data_ptr(), out.data_ptr(), *sizes), (x, out)
 
 
 def _numbers_at(address: Any, size: Any, kind: Any) -> Any:
@@ -309,8 +315,9 @@ def _gate(address, kind):
         for i in range(0 if formula == TABLE else size):
             x = widen(gate[i])
             x = limit if limit and x > limit else x
-            power = factor * x if formula == SILU else _GELU_FACTOR * (x + _GELU_CUBE * x * x * x)
-            out[i] = narrow(x / (_F(1.0) + exp(-power if power < _MAX_EXP_INPUT else -_MAX_EXP_INPUT)), gate[i])
+            power = _GELU_FACTOR * (x + _GELU_CUBE * x * x * x) if formula == GELU_TANH else factor * x
+            top = _F(1.0) if formula == SIGMOID else x
+            out[i] = narrow(top / (_F(1.0) + exp(-power if power < _MAX_EXP_INPUT else -_MAX_EXP_INPUT)), gate[i])
         if up_at:
             up = ups[first:end:apart]
             for i in range(size if limit else 0):
@@ -330,6 +337,17 @@ def _look_up(number: Any, table: Any) -> Any:
     if number == types.uint16:
         return lambda number, table: table[number]
     return lambda number, table: number
+
+
+@jit_part
+def _copy(address, kind):
+    """Copy rows that are `step` numbers apart."""
+    x_at, out_at, rows, width, step = array_at(address, (5,), np.int64)
+    source, out = _numbers_at(x_at, (rows - 1) * step + width, kind), _numbers_at(out_at, rows * width, kind)
+    for row in range(rows):
+        own, to = source[row * step : row * step + width], out[row * width : (row + 1) * width]
+        for i in range(width):
+            to[i] = own[i]
 
 
 @jit_part
@@ -359,6 +377,8 @@ def _work(address, kind):
         _rotate(numbers, kind)
     elif job == _GATING:
         _gate(numbers, kind)
+    elif job == _COPYING:
+        _copy(numbers, kind)
     else:
         _store(numbers, kind)
 

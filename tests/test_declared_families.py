@@ -24,6 +24,11 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "shared_expert_intermediate_size": 256,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma": {},
     "Gemma2": {**WINDOWS, "query_pre_attn_scalar": 32},
@@ -64,9 +69,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": None, "num_key_value_heads": 8,
     },
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": None},
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "head_dim": None,
+             "num_key_value_heads": 8},
+    "Qwen3_5": {**DELTA, "head_dim": 64},
+    "Qwen3Next": {**DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
+    "Qwen3_5Moe": {**DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
     "GptOss": {**WINDOWS, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128},
 }  # fmt: skip
-MIXTURES = ("Qwen2Moe", "Qwen3Moe", "GraniteMoe", "GraniteMoeShared", "Olmoe", "Mixtral", "GptOss")
+MIXTURES = (
+    "Qwen2Moe",
+    "Qwen3Moe",
+    "Qwen3Next",
+    "Qwen3_5Moe",
+    "GraniteMoe",
+    "GraniteMoeShared",
+    "Olmoe",
+    "Mixtral",
+    "GptOss",
+)
 
 has_kernels = pytest.mark.skipif(
     not (attends(HALF) and all(packed_product.is_supported(torch.zeros(2, 64, dtype=kind)) for kind in (HALF, SINGLE))),
@@ -78,7 +98,8 @@ pytestmark = [on_x86, has_kernels]
 def made(name: str, dtype: torch.dtype = HALF, **options: Any) -> Any:
     """A random model of a family, including random norms and biases."""
     sizes = {key: size for key, size in {**SIZES, **FAMILIES[name], **options}.items() if size is not None}
-    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(**sizes)
+    text = "Text" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else ""
+    config = getattr(transformers, f"{name}{text}Config")(**sizes)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -136,20 +157,23 @@ def test_in_float32_passes_are_one_call_with_the_tokens_of_generate(name, calls)
     assert calls
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Olmo3", "Granite", "Qwen2Moe", "Qwen3Moe", "Glm4"])
+@pytest.mark.parametrize("name", ["Gemma3", "Olmo3", "Granite", "Qwen2Moe", "Qwen3Moe", "Glm4", "Lfm2", "Qwen3_5"])
 def test_sampled_tokens_are_those_of_generate(name):
     own, ours = both(made(name), prompt(), do_sample=True, temperature=1.3)
     assert torch.equal(own.sequences, ours.sequences)
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Phi3", "SmolLM3", "Mixtral", "Ernie4_5", "Exaone4", "Qwen2Moe"])
-def test_rows_of_other_lengths_get_the_tokens_of_generate(name):
+@pytest.mark.parametrize(
+    "name", ["Gemma2", "Gemma3", "Phi3", "SmolLM3", "Mixtral", "Ernie4_5", "Exaone4", "Qwen2Moe", "Lfm2", "Qwen3Next"]
+)
+def test_rows_of_other_lengths_get_the_tokens_of_generate(name, calls):
     model, ids = made(name, SINGLE), prompt(rows=3)
     mask = torch.ones_like(ids)
     for row, length in enumerate((0, 7, 20)):
         ids[row, :length], mask[row, :length] = 0, 0
-    own, ours = both(model, ids, attention_mask=mask, do_sample=False)
-    assert torch.equal(own.sequences, ours.sequences)
+    options = {"output_logits": False, "return_dict_in_generate": False}  # states of rows are not returned
+    own, ours = both(model, ids, attention_mask=mask, do_sample=False, **options)
+    assert torch.equal(own, ours) and calls
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral", "Ministral", "Olmo3", "Exaone4"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.cpu.fused_layers import FusedLayers, find_fused
 from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.cpu.state_bits import Mixing, mixing_of
-from lookahead.backend.cpu.tree_mixers import find_mixers
+from lookahead.backend.cpu.tree_mixers import TreeMixer, find_mixers
 from lookahead.backend.cpu.whole_pass import WholePass, whole_pass
 from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
@@ -36,7 +36,7 @@ class CpuParts(NamedTuple):
     linears: LinearScope
     whole: WholePass | str  # or why passes are not one call
     forwards: list[tuple[nn.Module, None, Callable[..., Any]]]  # for `patched_attribute`
-    mixers: dict[nn.Module, MixTrees]  # recurrent modules
+    mixers: dict[nn.Module, TreeMixer]  # recurrent modules
 
     @classmethod
     def of(cls, model: Any, served: nn.Module, *, packs: bool, has_trees: bool) -> CpuParts:
@@ -55,11 +55,11 @@ class CpuParts(NamedTuple):
     @classmethod
     def _find(cls, model: Any, served: Any, packs: bool, has_trees: bool) -> CpuParts:
         linears, fused = LinearScope(served, packs=packs), find_fused(served)
+        mixers = find_mixers(model) if served is model else {}
         # Chains are verified under the model's own masks, which a user may have changed.
         whole: WholePass | str = "it verifies chains, by its own masks"
         if has_trees:
-            whole = whole_pass(served, fused, linears, state_of(model).threads)
-        mixers = find_mixers(model) if served is model else {}
+            whole = whole_pass(served, fused, linears, state_of(model).threads, mixers)
         return cls(fused, linears, whole, [*fused.forwards, *linears.forwards()], mixers)
 
 
@@ -109,10 +109,11 @@ class CpuBackend(TorchBackend):
         has_kernels = bool(found)
         if not (has_kernels or is_half):
             return Mixing()
-        name = f"mixers, {torch.get_num_threads()} threads{', kernels' if has_kernels else ''}"
-        make = partial(type(self), model, packs=False, rows=1, capacity=64)
+        name = f"mixers, {torch.get_num_threads()} threads{', passes' if has_kernels else ''}"
+        make = partial(type(self), model, rows=1, capacity=64)
         find = partial(
-            mixing_of, lambda mixing: make(mixing=mixing), decoder_vocabulary(model),
+            mixing_of, lambda mixing: make(packs=mixing.by_kernels, mixing=mixing),
+            decoder_vocabulary(model),
             has_kernels=has_kernels, is_half=self._is_half,
         )  # fmt: skip
         return state_of(model).probed(name, model, find, Mixing.of)
@@ -123,7 +124,8 @@ class CpuBackend(TorchBackend):
     @contextmanager
     def _patched(self) -> Iterator[None]:
         self._parts = CpuParts.of(self._model, self._served, packs=self._packs, has_trees=self._scope is not None)
-        self._mixers = self._parts.mixers if self._mixing.by_kernels else {}
+        mixers: Mapping[Any, MixTrees] = self._parts.mixers
+        self._mixers = mixers if self._mixing.by_kernels else {}
         with patched_attribute("forward", self._parts.forwards), super()._patched():
             yield
 
@@ -150,7 +152,8 @@ class CpuBackend(TorchBackend):
         layers = self._hidden_layers if self.keeps_hidden else ()
         with running(mode, fuses=by_kernels) as seen:
             given = None
-            if isinstance(whole, WholePass) and seen is not None and not is_prompt and by_kernels:
+            mixes = bool(self._mixers) or not self.cache.states
+            if isinstance(whole, WholePass) and seen is not None and not is_prompt and by_kernels and mixes:
                 given = whole(tree_pass, self.cache, seen, layers)
             if not is_prompt:
                 self.is_ragged = given is not None

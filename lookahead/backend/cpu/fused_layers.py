@@ -37,7 +37,7 @@ from lookahead.model.attention import registered_attention
 from lookahead.model.call_caches import CACHE
 from lookahead.model.facts import attention_name, is_offloaded
 from lookahead.model.families import FAMILIES, family_of
-from lookahead.model.families.operations import Experts, Family, Norm, SelfAttention, UndeclaredError
+from lookahead.model.families.operations import Experts, Family, Norm, Recurrence, SelfAttention, UndeclaredError
 from lookahead.model.known_code import (
     code_of,
     global_hooks,
@@ -47,6 +47,7 @@ from lookahead.model.known_code import (
 )
 
 _DTYPES = torch.float32, torch.bfloat16
+_OF_ATTENTION = "position_ids", "use_cache"  # what layers do not pass to recurrent modules
 
 
 class FusedLayers(NamedTuple):
@@ -157,10 +158,13 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
     faults = [names[id(part)] for part in module.modules() if id(part) not in known and not _is_passive(part)]
     if faults:
         raise UndeclaredError(f"{faults[0]} is not declared")
-    own = {id(tensor) for tensor in layer.attention.options.values() if isinstance(tensor, Tensor)}
+    own = set[int]()
+    if layer.attention is not None:
+        own = {id(tensor) for tensor in layer.attention.options.values() if isinstance(tensor, Tensor)}
     if mixture := layer.experts:
         own |= set(map(id, mixture.tensors))
-    for part in layer.parts:
+    called = () if layer.recurrence is None else layer.recurrence.parts  # as a module, or checked by `tree_mixers`
+    for part in (part for part in layer.parts if part not in called):
         of_file = type(part).__module__ == family.file or type(part) in ACTIVATIONS
         is_norm = any(part is norm.module for norm in layer.norms)
         more = [tensor for tensor in part._parameters.values() if tensor is not None and id(tensor) not in own]
@@ -177,7 +181,7 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
     products = [product for part in residuals for product in part.mixer.products]
     if not all(map(has_own_panels, products)):
         raise UndeclaredError("parts of a weight begin within a panel of the packed weight")
-    if attention_name(layer.attention.module.config) not in ("sdpa", "eager"):
+    if layer.attention and attention_name(layer.attention.module.config) not in ("sdpa", "eager"):
         raise UndeclaredError("its attention is neither sdpa nor eager")
     if not all(map(has_formula, layer.activations)):
         raise UndeclaredError("its activation has no kernel")
@@ -219,7 +223,7 @@ def _norm_forward(norm: Norm, x: Tensor) -> Tensor:
 def _layer_forward(layer: DeclaredLayer, *args: Any, **kwargs: Any) -> Any:
     """The layer's `forward`, fused for a few tokens on a thread that runs a pass."""
     positions, cache = kwargs.get("position_embeddings"), kwargs.get(CACHE)
-    has_positions = positions is not None or layer.attention.rope is None
+    has_positions = positions is not None or layer.rope is None
     # A cache under another name would be ignored.
     if len(args) != 1 or not has_positions or cache is None or not takes(args[0], layer.norms[0], layer.experts):
         return type(layer.module).forward(layer.module, *args, **kwargs)
@@ -247,6 +251,12 @@ class _CalledAttention:
         attended: Tensor = by_model(module, query, key, value, self._mask, **part.options, **self._options)[0]
         return attended.contiguous().view(rows, tokens, size)
 
+    def recur(self, part: Recurrence, jobs: LayerJobs, x: Tensor) -> Tensor:
+        jobs.run()
+        options = {name: value for name, value in self._options.items() if name not in _OF_ATTENTION}
+        made: Tensor = part.module(x, **{part.cache: self._cache}, attention_mask=self._mask, **options)
+        return made
+
 
 def _fused(
     layer: DeclaredLayer,
@@ -258,7 +268,7 @@ def _fused(
     """A decoder layer, `[rows, tokens, size]`. Consecutive kernels run in one call."""
     linears, (rows, tokens, _), cache = layer.linears, hidden.shape, kwargs.pop(CACHE, None)
     weights = packed_weights(linears, hidden, layer.known)
-    rope = layer.attention.rope
+    rope = layer.rope
     positions = {}
     if rope is not None and position_embeddings is not None:
         cos, sin = (embedding.expand(rows, -1, -1).contiguous() for embedding in position_embeddings)

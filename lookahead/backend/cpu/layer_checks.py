@@ -32,10 +32,10 @@ _probed: dict[Any, bool] = {}
 
 def is_right(layer: DeclaredLayer, code: int, fused: Fused) -> bool:
     """Whether a fused layer computes the same as the layer itself; compared once per class, code and sizes."""
-    rope = layer.attention.rope
+    rope, attention = layer.rope, layer.attention
     kind = (
-        type(layer.module), code, arithmetic_flags(),
-        layer.attention.module.head_dim, layer.norms[0].weight.dtype, torch.get_num_threads(), rope and rope[1:],
+        type(layer.module), code, arithmetic_flags(), layer.norms[0].weight.dtype, torch.get_num_threads(),
+        attention and (attention.module.head_dim, attention.norms_last, attention.has_gate), rope and rope[1:],
         *((norm.weight.shape, norm.eps, norm.kind) for norm in layer.norms),
         *(residual.factor for residual in layer.residuals),
         *(
@@ -77,9 +77,10 @@ def _random(source: torch.Generator, *shape: int) -> Tensor:
 
 def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
     """Compare a layer, its norms and its rotation with their fused forms on two rows of three tokens."""
-    dim, rope = layer.attention.module.head_dim, layer.attention.rope
+    rope = layer.rope
+    dim = 2 if layer.attention is None else layer.attention.module.head_dim
     dtype, source = layer.norms[0].weight.dtype, torch.Generator().manual_seed(0)
-    size = layer.attention.query.module.in_features
+    size = layer.residuals[0].mixer.products[0].module.in_features
     x = _random(source, 2, 3, size).to(dtype)
     angles = _random(source, 2, 3, dim if rope is None else rope.size // (2 if rope.shares else 1))
     query, key = (_random(source, 2, 3, heads, dim).to(dtype) for heads in (2, 1))

@@ -17,13 +17,26 @@ from lookahead.backend.cpu.routing import UNPACKED_PASSES, MixtureWeights, Routi
 from lookahead.kernels import experts, layer_ops
 from lookahead.kernels.jobs import Job, run
 from lookahead.kernels.packed_product import COLUMNS, PackedWeight, product
-from lookahead.model.families.operations import ClampedGlu, Experts, Family, Mlp, Norm, Product, Residual, SelfAttention
+from lookahead.model.families.operations import (
+    ClampedGlu,
+    Experts,
+    Family,
+    Mixer,
+    Mlp,
+    Norm,
+    Product,
+    Recurrence,
+    Residual,
+    Rope,
+    SelfAttention,
+)
 from lookahead.model.known_code import arithmetic_flags
 
 Positions = tuple[Tensor, Tensor]
 """The cosines and sines of a pass, `[rows, tokens, size]`, contiguous."""
 
 _FORMULAS: dict[Any, int] = {
+    nn.Sigmoid: layer_ops.SIGMOID,
     activations.SiLUActivation: layer_ops.SILU,
     nn.SiLU: layer_ops.SILU,
     ClampedGlu: layer_ops.SILU,
@@ -32,6 +45,7 @@ _FORMULAS: dict[Any, int] = {
 }
 ACTIVATIONS = frozenset(_FORMULAS)
 """The classes of activations that have a formula in float32."""
+_SIGMOID = nn.Sigmoid()
 _INTERLEAVED = slice(None, None, 2), slice(1, None, 2)
 
 
@@ -45,7 +59,8 @@ class DeclaredLayer:
         eager: The eager attention function of its file.
 
     Attributes:
-        attention: Its attention.
+        attention: Its attention, or None.
+        recurrence: Its mixer with states, if it has one.
         experts: Its mixture of experts, if it has one.
         linears: Its linear layers, each once.
         norms: Its norms.
@@ -55,7 +70,8 @@ class DeclaredLayer:
     def __init__(self, module: Any, family: Family, residuals: tuple[Residual, ...], eager: Callable[..., Any]) -> None:
         self.module, self.family, self.residuals, self.eager = module, family, residuals, eager
         mixers = [part.mixer for part in residuals]
-        self.attention = next(mixer for mixer in mixers if isinstance(mixer, SelfAttention))
+        self.attention = next((mixer for mixer in mixers if isinstance(mixer, SelfAttention)), None)
+        self.recurrence = next((mixer for mixer in mixers if isinstance(mixer, Recurrence)), None)
         self.experts = next((mixer for mixer in mixers if isinstance(mixer, Experts)), None)
         self.linears: list[Any] = list(dict.fromkeys(part.module for mixer in mixers for part in mixer.products))
         self.norms = [norm for part in residuals for norm in part.norms]
@@ -74,7 +90,7 @@ class DeclaredLayer:
     @property
     def activations(self) -> list[Any]:
         """The modules of its activations."""
-        mixers: list[Any] = [part.mixer for part in self.residuals if not isinstance(part.mixer, SelfAttention)]
+        mixers: list[Any] = [part.mixer for part in self.residuals if isinstance(part.mixer, Mlp | Experts)]
         if self.experts is not None and self.experts.shared is not None:
             mixers.append(self.experts.shared)
         return [mixer.activation for mixer in mixers]
@@ -88,7 +104,19 @@ class DeclaredLayer:
     @property
     def gates(self) -> list[Any]:
         """Linear layers of few outputs, by which torch multiplies."""
-        return [] if self.experts is None else [*self.experts.gates]
+        return [gate for part in (self.experts, self.recurrence) if part is not None for gate in part.gates]
+
+    @property
+    def rope(self) -> Rope | None:
+        """Its rotary embedding."""
+        return None if self.attention is None else self.attention.rope
+
+    @property
+    def index(self) -> int:
+        """The index of its cache layer."""
+        part = self.attention or self.recurrence
+        assert part is not None
+        return int(part.module.layer_idx)
 
 
 class Attend(Protocol):
@@ -110,6 +138,9 @@ class Attend(Protocol):
         Returns:
             A tensor of the shape of `query`.
         """
+
+    def recur(self, part: Recurrence, jobs: LayerJobs, x: Tensor) -> Tensor:
+        """What a mixer with states makes of rows `[rows, tokens, size]`."""
 
 
 class HiddenSum(NamedTuple):
@@ -192,10 +223,12 @@ class LayerJobs:
         weight, eps, kind = (None, 0.0, 0) if norm is None else (norm.weight, norm.eps, norm.kind)
         self.jobs.append(layer_ops.norm(x, weight, out, eps, kind=kind, **added))
 
-    def mixed(self, part: SelfAttention | Mlp | Experts, x: Tensor) -> Tensor:
-        """What attention, an MLP or a mixture makes of rows, `[rows, tokens, size]`."""
+    def mixed(self, part: Mixer, x: Tensor) -> Tensor:
+        """What attention, a recurrence, an MLP or a mixture makes of rows, `[rows, tokens, size]`."""
         if isinstance(part, Experts):
             return self._routed(part, x)
+        if isinstance(part, Recurrence):
+            return self._attend.recur(part, self, x)
         return self._attended(part, x) if isinstance(part, SelfAttention) else self._fed(part, x)
 
     def _routed(self, part: Experts, x: Tensor) -> Tensor:
@@ -238,6 +271,12 @@ class LayerJobs:
         query = self.take("query", part.query.outputs)
         key, value = self._attend.outputs(part, self)
         query, key, value = self.products(part.products[:3], x, (query, key, value))
+        gate = None
+        if part.has_gate:
+            dim, both = part.module.head_dim, query
+            query, gate = self.take("queries", part.width), self.take("gates", part.width)
+            for at, copy in enumerate((query, gate)):
+                self.jobs.append(layer_ops.copying(both.view(-1, 2 * dim)[:, at * dim : (at + 1) * dim], copy))
         if not part.norms_last:
             self._norm_heads(part, query, key)
         if part.rope is not None:
@@ -247,6 +286,9 @@ class LayerJobs:
         if part.norms_last:
             self._norm_heads(part, query, key)
         attended = self._attend.attend(part, self, query, key, value)
+        if gate is not None:
+            self.jobs.append(layer_ops.gating(gate, attended, *activation_of(_SIGMOID, gate.dtype)))
+            attended = gate
         (out,) = self.products([part.output], attended, [self.take("change", part.output.outputs)])
         return out
 

@@ -1,11 +1,13 @@
 """A pass over token trees as one kernel call: a table of the jobs' numbers, made once and adjusted for every pass.
 
-With mixtures of experts it is a call per layer: between two of them the experts are chosen.
+With mixtures of experts or recurrent layers it is a call per layer: between two of them experts are chosen, or states
+go from parents to children.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,18 +17,20 @@ from torch import Tensor
 
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer, HiddenSum, LayerJobs, Positions
 from lookahead.backend.cpu.routing import Routing
+from lookahead.backend.cpu.tree_mixers import TreeMixer
 from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import row_attention
 from lookahead.kernels.attention_rows import MAX_SHARING
-from lookahead.kernels.jobs import Job, leader, table_of
+from lookahead.kernels.jobs import Job, lead_jobs, leader, table_of
 from lookahead.kernels.layer_ops import storing
 from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
 from lookahead.kernels.row_attention import AttentionLimits
 from lookahead.kernels.team import team_of
 from lookahead.model.cache import TreeCache
-from lookahead.model.families.operations import Experts, Norm, SelfAttention
+from lookahead.model.families.operations import Experts, Norm, Recurrence, SelfAttention
 from lookahead.model.kv_origins import Origin, sharing_groups
+from lookahead.model.state_layers import States
 from lookahead.utils.addresses import KeepsAddresses
 
 MAX_TABLE_NODES = DEFAULT_NODES + 1  # of one tree, its root included
@@ -40,11 +44,26 @@ class PassParts(NamedTuple):
     norm: Norm  # after the last layer
     head: Any  # the output layer; None if it is called as a module
     limits: list[AttentionLimits]  # of the attention of each layer
+    mixers: Mapping[Any, TreeMixer] = {}
 
     @property
     def linears(self) -> list[Any]:
         """The linear layers of all layers."""
         return [linear for layer in self.layers for linear in layer.linears]
+
+
+class Recurring(NamedTuple):
+    """What recurrent layers need in a pass.
+
+    Attributes:
+        cache: The cache, within a pass over trees.
+        firsts: The first token of each row.
+        before: The states of the rows, by module.
+    """
+
+    cache: TreeCache
+    firsts: Sequence[int]
+    before: Mapping[Any, list[States]]
 
 
 class PassTable(KeepsAddresses):
@@ -82,7 +101,8 @@ class PassTable(KeepsAddresses):
         self._packs_experts = packs_experts
         self._watched = _Watched.of(parts)
         self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
-        self.query_size = max(layer.attention.query.outputs for layer in parts.layers)  # elements of a node's queries
+        attentions = [layer.attention for layer in parts.layers if layer.attention]
+        self.query_size = max(part.width for part in attentions)  # elements of a node's queries
         self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # elements of a node's output
         self.most, size = MAX_TABLE_NODES if rows == 1 else MAX_BATCH_NODES, hidden.shape[2]
         self._by_linear = dict(zip(map(id, parts.linears), weights, strict=True))
@@ -94,7 +114,7 @@ class PassTable(KeepsAddresses):
         # The layer that starts with them reads them here. Place 0 is the input of a pass.
         self._kept = {place: hidden.new_empty(1, self.most, size) for place in keeps if place}
         self._prepared = prepared_rows([*weights, *of_head], self.most)
-        ropes = {rope.kind: rope for layer in parts.layers if (rope := layer.attention.rope)}
+        ropes = {rope.kind: rope for layer in parts.layers if (rope := layer.rope)}
         self._positions = {
             rope.kind: (
                 *(
@@ -113,7 +133,8 @@ class PassTable(KeepsAddresses):
         self._sharers: NDArray[np.int64] = np.ones(1, np.int64)  # threads of the pass
         self._sharing_step = row_attention.sharing_step(hidden.dtype)
         self._threads = torch.get_num_threads()
-        for at in range(len(parts.layers)):
+        self._recurring: Recurring | None = None  # of the running pass
+        for at in (at for at, layer in enumerate(parts.layers) if layer.attention):
             cache.is_ready(at)  # allocates the slots
         self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), _settings_of(self._watched)
         written = hidden.new_empty(2)  # two addresses, to see which numbers depend on the output's address
@@ -154,6 +175,7 @@ class PassTable(KeepsAddresses):
         trees: Sequence[TokenTree],
         starts: Sequence[int],
         scored: Sequence[int],
+        recurring: Recurring,
         threads: int,
     ) -> Tensor:
         """Run a pass.
@@ -164,6 +186,7 @@ class PassTable(KeepsAddresses):
             trees: One tree per row, each of at most `MAX_TABLE_NODES` nodes.
             starts: The slots of their roots.
             scored: How many first nodes of each tree are not in the pass.
+            recurring: What recurrent layers need.
             threads: Threads that share the jobs, at most torch's number of threads.
 
         Returns:
@@ -184,6 +207,7 @@ class PassTable(KeepsAddresses):
             end, slot = first + nodes - done, row * capacity + start
             self._places[first:end] = range(slot + done, slot + nodes)
             first = end
+        self._recurring = recurring
         written = hidden.new_empty(1, tokens, self.outputs)
         numbers, team = self._of(tokens, self._slots.start, written), team_of(threads) if threads > 1 else 0
         first_call, *calls = (numbers.ctypes.data + start for start in self._starts)
@@ -191,7 +215,25 @@ class PassTable(KeepsAddresses):
         for then, call in zip(self._between, calls, strict=True):
             then(tokens)
             leader()(team, call, threads)
+        self._recurring = None  # a cache that holds its table would not be freed at once
         return written
+
+    def recur(self, part: Recurrence, tokens: int) -> None:
+        """Compute a recurrent module for the first tokens between its products."""
+        assert self._recurring is not None
+        cache, firsts, before = self._recurring
+        mixer, threads = self._parts.mixers[part.module], int(self._sharers[0])
+        x = self.take("normed", self._hidden.shape[2])[:, :tokens]
+        inputs = [self.take(f"input {at}", one.outputs)[:, :tokens] for at, one in enumerate(part.inputs)]
+        out = self.take("recurred", part.output.module.in_features)[0, :tokens]
+        inputs += [gate(x) for gate in part.gates]
+        mixer.mix(mixer, inputs, out, firsts, before[part.module], cache, lambda *jobs: lead_jobs(jobs, threads))
+
+    def take(self, name: str, size: int) -> Tensor:
+        """The buffer of a name for `size` numbers per token, `[1, most, size]`."""
+        if (name, size) not in self._buffers:
+            self._buffers[name, size] = self._hidden.new_empty(1, self.most, size)
+        return self._buffers[name, size]
 
     def _group(self, starts: Sequence[int]) -> None:
         """Group the rows that share keys and values."""
@@ -215,13 +257,10 @@ class PassTable(KeepsAddresses):
         kept = {place: states[:, :tokens] for place, states in self._kept.items()}
         positions = {kind: (cos[:, :tokens], sin[:, :tokens]) for kind, (cos, sin) in self._positions.items()}
         attend = _TableAttention(self, cache, tokens, slot)
-
-        def take(name: str, size: int) -> Tensor:
-            if (name, size) not in self._buffers:
-                self._buffers[name, size] = self._hidden.new_empty(1, self.most, size)
-            return self._buffers[name, size][:, :tokens]
-
-        jobs = _TableJobs(take, self._by_linear, self._prepared, positions, attend, self._routing)
+        jobs = _TableJobs(
+            lambda name, size: self.take(name, size)[:, :tokens],
+            *(self._by_linear, self._prepared, positions, attend, self._routing),
+        )
         stream = HiddenSum(self._hidden[:, :tokens])
         for at, layer in enumerate(self._parts.layers):
             attend.at, jobs.mixture = at, layer.mixture(packs=self._packs_experts)
@@ -301,13 +340,22 @@ class _TableAttention:
         return key.flatten(2), value.flatten(2)
 
     def attend(self, part: SelfAttention, jobs: LayerJobs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        layer, attended = self._cache.layers[self.at], jobs.take("attended", part.query.outputs)
+        layer, attended = self._cache.layers[self.at], jobs.take("attended", part.width)
         if self._table.rows > 1:
             jobs.jobs.append(storing(key, value, layer.keys, layer.values, self._table.places))
         shape = 1, self._tokens, -1, part.module.head_dim
         tensors = query.view(shape), layer.keys, layer.values, attended.view(shape)
         jobs.jobs.append(self._table.attention_job(self.at, *tensors, scale=part.options["scaling"]))
         return attended
+
+    def recur(self, part: Recurrence, jobs: LayerJobs, x: Tensor) -> Tensor:
+        jobs.products(part.inputs, x, [jobs.take(f"input {at}", one.outputs) for at, one in enumerate(part.inputs)])
+        jobs.pause(partial(self._table.recur, part), self._tokens)
+        recurred, out = (
+            jobs.take(name, size)
+            for name, size in (("recurred", part.output.module.in_features), ("change", part.output.outputs))
+        )
+        return jobs.products([part.output], recurred, [out])[0]
 
 
 class _Watched(NamedTuple):
@@ -330,7 +378,7 @@ class _Watched(NamedTuple):
         contents = [(mixture.router._parameters, "weight") for mixture in mixtures]
         contents += [(mixture.experts._parameters, name) for mixture in mixtures for name in mixture.names]
         numbers = [(norm.module, norm.epsilon) for norm in norms]
-        numbers += [(layer.attention.module, "scaling") for layer in parts.layers]
+        numbers += [(layer.attention.module, "scaling") for layer in parts.layers if layer.attention]
         return cls([*tensors, *contents], contents, numbers)
 
 

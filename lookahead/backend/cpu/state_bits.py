@@ -17,7 +17,10 @@ from lookahead.utils.kept_values import truth
 _NODES = (2, 3, 5, 8, 16, MAX_ROWS)
 _PROMPT = 8  # tokens
 _CHAIN = 8  # nodes of the chain in a compared tree, more than the taps of a convolution; others branch off in turn
-_PATHS = (range(_CHAIN), (0,), (0, 1, 2, _CHAIN + 2))  # that are committed, one after the other
+# Trees, by their parents, and the paths that are committed, one after the other. Small trees may run by other code
+# than large ones.
+_LARGE = [*np.arange(-1, _CHAIN - 1).clip(0), *(np.arange(_CHAIN, MAX_ROWS) % _CHAIN)]
+_PASSES = (_LARGE, range(_CHAIN)), ([0, 0, 1], (0,)), ([0, 0, 0], (0, 2)), (_LARGE, (0, 1, 2, _CHAIN + 2))
 _TOLERANCE = 1e-4  # of logits and states in float32, relative to their norm
 
 
@@ -52,13 +55,12 @@ def mixing_of(make: Callable[[Mixing], Backend], vocabulary: int, *, has_kernels
 
 
 def _kernels_agree(make: Callable[[Mixing], Backend], vocabulary: int, is_half: bool) -> bool:
-    """Whether kernels give the logits of a tree, and the states after its commits, that calls of the layers give."""
-    branches = np.arange(_CHAIN, MAX_ROWS) % _CHAIN
-    tree = TokenTree.from_parents(_tokens(MAX_ROWS, vocabulary), [*np.arange(-1, _CHAIN - 1).clip(0), *branches])
+    """Whether kernels give the logits of trees, and the states after their commits, that calls of the layers give."""
     results = []
     for mixing in (Mixing(), Mixing(by_kernels=True)):
         backend, made = _begun(make(mixing), vocabulary), list[Tensor]()
-        for path in _PATHS:
+        for parents, path in _PASSES:
+            tree = TokenTree.from_parents(_tokens(len(parents), vocabulary), parents)
             with backend.serving():
                 made.append(backend.score([tree], BitPolicy.SOLO))
                 backend.cache.commit(0, np.array(path, np.int32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
@@ -23,8 +23,9 @@ from lookahead.backend.cpu.exact_attention import has_bits, has_bits_behind_wind
 from lookahead.backend.cpu.fused_layers import FusedLayers, is_bare, name_of
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
-from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassParts, PassTable
+from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassParts, PassTable, Recurring
 from lookahead.backend.cpu.routing import serves
+from lookahead.backend.cpu.tree_mixers import TreeMixer
 from lookahead.backend.pass_attention import span_of
 from lookahead.backend.tree_pass import TreePass
 from lookahead.kernels import row_attention
@@ -33,6 +34,7 @@ from lookahead.kernels.row_attention import AttentionLimits
 from lookahead.model.attention import real_config
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import attention_name, own_attention
+from lookahead.model.families.operations import SelfAttention
 from lookahead.model.known_code import (
     arithmetic_flags,
     code_of,
@@ -41,6 +43,7 @@ from lookahead.model.known_code import (
     is_set_by_user,
     working_hooks_of,
 )
+from lookahead.model.state_layers import States
 
 _TRIALS = 3  # per number of threads
 _FEWER, _HOPELESS = 0.9, 1.3  # time relative to the least: below, fewer threads are used; above, the search stops
@@ -83,9 +86,11 @@ class WholePass:
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
         self._with_experts = next((layer for layer in parts.layers if layer.experts), None)
         self._windows = {limits.window for limits in parts.limits}
-        self._ropes = list(dict.fromkeys(rope.kind for layer in parts.layers if (rope := layer.attention.rope)))
-        self._has_bits = parts.norm.weight.dtype == torch.bfloat16 and all(map(_has_bits, parts.layers))
-        self._has_bits_behind_windows = self._has_bits and all(map(_has_bits_behind_windows, parts.layers))
+        self._ropes = list(dict.fromkeys(rope.kind for layer in parts.layers if (rope := layer.rope)))
+        attentions = [layer.attention for layer in parts.layers if layer.attention]
+        self._slots_at = next(at for at, layer in enumerate(parts.layers) if layer.attention)
+        self._has_bits = parts.norm.weight.dtype == torch.bfloat16 and all(map(_has_bits, attentions))
+        self._has_bits_behind_windows = self._has_bits and all(map(_has_bits_behind_windows, attentions))
         # A streamer or a stopping criterion may change these between two passes of a call.
         self._layers = [layer.module for layer in parts.layers]
         self._inner = [self._decoder, parts.norm.module, *([parts.head] if parts.head else []), *self._layers]
@@ -122,7 +127,7 @@ class WholePass:
         kind = self, len(of_head), places, rows, torch.get_num_threads(), packs_experts  # a draft may share the cache
         table = cache.tables.get(kind)
         if table is None or not table.serves(parts, weights, of_head):
-            slots = cache.layers[0]
+            slots = cache.layers[self._slots_at]
             if slots.keys.dtype != like.dtype or not row_attention.is_supported(slots.keys, slots.keys, slots.values):
                 return None
             table = cache.tables[kind] = PassTable(
@@ -150,7 +155,10 @@ class WholePass:
             }
             if not table.takes(positions):
                 return None
-        run = partial(table.run, hidden, positions, trees, starts, scored)
+        recurring = self._recurring(cache, counts)
+        if recurring is None:
+            return None
+        run = partial(table.run, hidden, positions, trees, starts, scored, recurring)
         if most not in self._threads:
             self._threads[most] = fastest_number(run, most)
             thread.is_cold = most > 1
@@ -173,6 +181,17 @@ class WholePass:
             logits = logits / getattr(config, divisor)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    def _recurring(self, cache: TreeCache, counts: Sequence[int]) -> Recurring | None:
+        """What recurrent layers need in a pass; None if one of them must run its own code."""
+        firsts = [sum(counts[:row]) for row in range(len(counts))]
+        before = dict[Any, list[States]]()
+        for module, mixer in self._parts.mixers.items():
+            states = mixer.begun(self._parts.norm.weight.dtype, len(counts), max(counts), cache)
+            if states is None:
+                return None
+            before[module] = states
+        return Recurring(cache, firsts, before)
+
     @property
     def thread_count(self) -> int:
         """Threads that share a pass; torch's number before the first pass."""
@@ -192,9 +211,10 @@ class WholePass:
         return (
             slots.capacity >= _FEWEST_SLOTS
             and decoder.config.num_hidden_layers == len(cache.layers) == len(decoder.layers) == len(parts.layers)
-            and cache.is_ready(0)
+            and cache.is_ready(self._slots_at)
+            and not (parts.mixers and (any(tree_pass.firsts) or cache.levels is None))
             and all(map(is_, decoder.layers._modules.values(), self._layers))
-            and decoder.norm is parts.norm.module
+            and getattr(decoder, self._family.last_norm) is parts.norm.module
             and (parts.head is None or model.lm_head is parts.head)
             and (forwards == self._forwards or self._are_ours(forwards))
             and (self._newest_hook == RemovableHandle.next_id or self._is_unhooked(model))
@@ -235,26 +255,27 @@ def _padded(flat: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
     return padded
 
 
-def _has_bits(layer: DeclaredLayer) -> bool:
+def _has_bits(part: SelfAttention) -> bool:
     """Whether the kernel has the bits of a layer's own attention."""
-    module, (heads, kv_heads) = layer.attention.module, _heads_of(layer)
+    module, (heads, kv_heads) = part.module, _heads_of(part)
     return has_bits(own_attention(module, real_config(module.config)), heads, kv_heads, module.head_dim)
 
 
-def _has_bits_behind_windows(layer: DeclaredLayer) -> bool:
-    heads, kv_heads = _heads_of(layer)
-    return has_bits_behind_windows(layer.attention.module.head_dim, heads // kv_heads, arithmetic_flags())
+def _has_bits_behind_windows(part: SelfAttention) -> bool:
+    heads, kv_heads = _heads_of(part)
+    return has_bits_behind_windows(part.module.head_dim, heads // kv_heads, arithmetic_flags())
 
 
-def _heads_of(layer: DeclaredLayer) -> tuple[int, int]:
+def _heads_of(part: SelfAttention) -> tuple[int, int]:
     """The heads of queries, and of keys and values."""
-    part = layer.attention
-    return part.query.outputs // part.module.head_dim, part.key.outputs // part.module.head_dim
+    return part.width // part.module.head_dim, part.key.outputs // part.module.head_dim
 
 
 def _limits_of(layer: DeclaredLayer) -> AttentionLimits | str:
     """What bounds the attention of a layer, or why the kernel does not support it."""
-    part, options = layer.attention, layer.attention.options
+    if (part := layer.attention) is None:
+        return AttentionLimits()
+    options = part.options
     span = span_of(part.module, {})
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     if attention_name(real_config(part.module.config)) == "sdpa":
@@ -266,21 +287,40 @@ def _limits_of(layer: DeclaredLayer) -> AttentionLimits | str:
     return AttentionLimits(options.get("sliding_window", span.window) or 0, softcap or 0.0, sinks)
 
 
-def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope, threads: dict[int, int]) -> WholePass | str:
-    """The `WholePass` of a model with these fused layers and packed weights, or why it cannot be one call."""
+def whole_pass(
+    model: Any,
+    fused: FusedLayers,
+    linears: LinearScope,
+    threads: dict[int, int],
+    mixers: Mapping[nn.Module, TreeMixer],
+) -> WholePass | str:
+    """The `WholePass` of a model, or why its passes cannot be one call.
+
+    Args:
+        model: The model.
+        fused: Its fused layers.
+        linears: Its linear layers, which say what is packed.
+        threads: Threads of a pass, by torch's number of threads.
+        mixers: Its recurrent modules that kernels compute.
+    """
     layers = fused.layers
     if not layers:
         return "no layer is fused"
     dtypes = {layer.norms[0].weight.dtype for layer in layers}
-    kinds = {(type(layer.module), layer.attention.module.head_dim, layer.attention.key.outputs) for layer in layers}
-    indices = [layer.attention.module.layer_idx for layer in layers]
-    if len(kinds) + len(dtypes) > 2 or indices != list(range(len(layers))):
+    parts = [(layer.module, layer.attention) for layer in layers if layer.attention]
+    kinds = {(type(module), part.module.head_dim, part.key.outputs) for module, part in parts}
+    indices = [layer.index for layer in layers]
+    if len(kinds) + len(dtypes) != 2 or indices != list(range(len(layers))):
         return "its layers are not alike"
+    recurrent = {layer.recurrence.module for layer in layers if layer.recurrence}
+    if recurrent != mixers.keys():
+        return "its recurrent layers are not by kernels"
     family, decoder = layers[0].family, getattr(model, "model", None)
     names = f"{family.name}ForCausalLM", f"{family.name}{family.text}"
     if decoder is None or [name_of(model), name_of(decoder)] != [(family.file, name) for name in names]:
         return f"it is no {names[0]} of transformers"
-    modules, norm, head = decoder._modules.get("layers"), decoder._modules.get("norm"), model._modules.get("lm_head")
+    modules, norm = (decoder._modules.get(name) for name in ("layers", family.last_norm))
+    head: Any = model._modules.get("lm_head")
     if type(modules) is not nn.ModuleList or [*modules] != [layer.module for layer in layers]:
         return "some of its layers are not fused, or have another order"
     owners = (model, decoder, modules)
@@ -298,5 +338,5 @@ def whole_pass(model: Any, fused: FusedLayers, linears: LinearScope, threads: di
             return bounds
         limits.append(bounds)
     is_plain = head is not None and "weight" in head._parameters and linears.may_pack(head)
-    parts = PassParts(layers, last, head if is_plain and _is_called_alone(head) else None, limits)
-    return WholePass(model, decoder, parts, threads)
+    head = head if is_plain and _is_called_alone(head) else None
+    return WholePass(model, decoder, PassParts(layers, last, head, limits, mixers), threads)

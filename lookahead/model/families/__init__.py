@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.model.families import gemma, glm, granite, llama, mixtures, olmo, phi
+from lookahead.model.families import gemma, glm, granite, hybrid, llama, mixtures, olmo, phi
 from lookahead.model.families.operations import Family
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *gemma.FAMILIES, *olmo.FAMILIES, *phi.FAMILIES, *mixtures.FAMILIES,
-    *glm.FAMILIES, *granite.FAMILIES,
+    *glm.FAMILIES, *granite.FAMILIES, *hybrid.FAMILIES,
 )  # fmt: skip
 _BY_LAYER = {(family.file, f"{family.name}DecoderLayer"): family for family in FAMILIES}
 

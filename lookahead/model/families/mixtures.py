@@ -54,6 +54,12 @@ def _mixture(module: Any, *, is_normed: bool, is_rounded: bool) -> Experts:
     return Experts(module, router, own, router.top_k, route, own.act_fn, is_wide=not is_rounded)
 
 
+def shared_mixture(module: Any) -> Experts:
+    """A mixture with a shared expert and its gate."""
+    mixture = _mixture(module, is_normed=getattr(module.gate, "norm_topk_prob", True), is_rounded=True)
+    return mixture._replace(shared=gated(module.shared_expert), gates=(module.shared_expert_gate,))
+
+
 def _qwen3_moe(layer: Any) -> tuple[Residual, ...]:
     module, mlp = layer.self_attn, layer.mlp
     norms = Norm(module.q_norm), Norm(module.k_norm)
@@ -77,8 +83,7 @@ def _qwen2_moe(layer: Any) -> tuple[Residual, ...]:
     attended = attention(module)
     if not hasattr(mlp, "experts"):
         return _layer(layer, attended, gated(mlp))
-    mixture = _mixture(mlp, is_normed=mlp.gate.norm_topk_prob, is_rounded=True)
-    return _layer(layer, attended, mixture._replace(shared=gated(mlp.shared_expert), gates=(mlp.shared_expert_gate,)))
+    return _layer(layer, attended, shared_mixture(mlp))
 
 
 def _mixtral(layer: Any) -> tuple[Residual, ...]:

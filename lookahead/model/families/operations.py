@@ -91,6 +91,8 @@ class SelfAttention(NamedTuple):
         rope: The rotary embedding; None for none.
         norms: Of queries and keys, whole or by head; may be empty.
         norms_last: Whether norms come after the rotary embedding.
+        has_gate: Whether the first product has a query of each head and then its gate, whose sigmoid is the factor of
+            what the head attended to.
     """
 
     module: Any
@@ -102,6 +104,12 @@ class SelfAttention(NamedTuple):
     rope: Rope | None
     norms: tuple[Norm, ...] = ()
     norms_last: bool = False
+    has_gate: bool = False
+
+    @property
+    def width(self) -> int:
+        """Numbers of the queries of a token."""
+        return self.query.outputs // (2 if self.has_gate else 1)
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -219,10 +227,44 @@ class Experts(NamedTuple):
         return self.module, self.router, self.experts, *activation, *shared
 
 
+class Recurrence(NamedTuple):
+    """A mixer with states, which `lookahead.backend.cpu.tree_mixers` computes between its products.
+
+    Attributes:
+        module: The mixer.
+        inputs: Products of its input.
+        gates: Linear layers of its input with few outputs.
+        output: The product of the result.
+        cache: The name under which its code takes the cache.
+        inner: Its submodules besides linear layers.
+    """
+
+    module: Any
+    inputs: tuple[Product, ...]
+    gates: tuple[Any, ...]
+    output: Product
+    cache: str
+    inner: tuple[Any, ...]
+    norms: tuple[Norm, ...] = ()
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """All products."""
+        return *self.inputs, self.output
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The modules whose code it replaces, without linear layers."""
+        return self.module, *self.inner
+
+
+Mixer = SelfAttention | Mlp | Experts | Recurrence
+
+
 class Residual(NamedTuple):
     """`hidden + factor * after(mixer(before(hidden)))`."""
 
-    mixer: SelfAttention | Mlp | Experts
+    mixer: Mixer
     before: Norm | None
     after: Norm | None = None
     factor: float = 1.0
@@ -242,6 +284,7 @@ class Family(NamedTuple):
         layer: Declares a decoder layer.
         norm: Declares the norm after the last layer.
         text: The rest of the class name of its decoder.
+        last_norm: The name of the norm after the last layer.
         embedding_factor: The name in the configuration of the factor of embeddings; empty for none.
         logits_divisor: Likewise, of the divisor of logits.
         logits_cap: Likewise, of the bound of logits.
@@ -252,6 +295,7 @@ class Family(NamedTuple):
     layer: Callable[[Any], tuple[Residual, ...]]
     norm: Callable[[Any], Norm] = Norm
     text: str = "Model"
+    last_norm: str = "norm"
     embedding_factor: str = ""
     logits_divisor: str = ""
     logits_cap: str = ""
@@ -275,18 +319,40 @@ def split(linear: Any, *outputs: int) -> tuple[Product, ...]:
     return tuple(Product(linear, *place) for place in zip(firsts, outputs, strict=True))
 
 
-def attention(module: Any, norms: tuple[Norm, ...] = (), rope: Rope | None = None, **options: Any) -> SelfAttention:
+def attention(
+    module: Any, norms: tuple[Norm, ...] = (), rope: Rope | None = None, output: str = "o_proj", **options: Any
+) -> SelfAttention:
     """Attention with a linear layer each for queries, keys, values and the output.
 
     Args:
-        module: The attention layer, with `q_proj`, `k_proj`, `v_proj`, `o_proj`, `head_dim` and `scaling`.
+        module: The attention layer, with `q_proj`, `k_proj`, `v_proj`, `head_dim` and `scaling`.
         norms: Norms of queries and keys.
         rope: The rotary embedding; of whole heads if None.
+        output: The name of the linear layer of the output.
         **options: What it passes to the registered attention function, besides `dropout` and `scaling`.
     """
-    query, key, value, output = (whole(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    query, key, value, last = (whole(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj", output))
     options = {"dropout": 0.0, "scaling": module.scaling, **options}
-    return SelfAttention(module, query, key, value, output, options, rope or Rope("", module.head_dim), norms)
+    return SelfAttention(module, query, key, value, last, options, rope or Rope("", module.head_dim), norms)
+
+
+def recurrence(
+    module: Any, inputs: tuple[str, ...], gates: tuple[str, ...], output: str, cache: str, inner: tuple[str, ...]
+) -> Recurrence:
+    """A mixer with states, by the names of its submodules; its attributes may be replaced during a call.
+
+    Args:
+        module: The mixer.
+        inputs: Linear layers of its input.
+        gates: Those with few outputs.
+        output: The linear layer of its output.
+        cache: See `Recurrence`.
+        inner: Other submodules.
+    """
+    own = module._modules
+    products = tuple(whole(own[name]) for name in inputs)
+    few, others = (tuple(own[name] for name in names) for names in (gates, inner))
+    return Recurrence(module, products, few, whole(own[output]), cache, others)
 
 
 def gated(module: Any) -> Mlp:

@@ -1,0 +1,79 @@
+"""Hybrids of attention and recurrent layers: Qwen3-Next and Qwen3.5 with gated delta nets, LFM2 with convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lookahead.model.families.mixtures import shared_mixture
+from lookahead.model.families.operations import (
+    PLUS_ONE,
+    Experts,
+    Family,
+    Mlp,
+    Norm,
+    Recurrence,
+    Residual,
+    Rope,
+    SelfAttention,
+    attention,
+    gated,
+    recurrence,
+    whole,
+)
+
+_SILU = nn.SiLU()
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module, PLUS_ONE, "eps")
+
+
+def _qwen(layer: Any, inputs: tuple[str, ...], gates: tuple[str, ...]) -> tuple[Residual, ...]:
+    mlp, mixer = layer.mlp, _delta_net(layer, inputs, gates) if hasattr(layer, "linear_attn") else _attention(layer)
+    feeding: Mlp | Experts = shared_mixture(mlp) if hasattr(mlp, "experts") else gated(mlp)
+    return (
+        Residual(mixer, _norm(layer.input_layernorm)),
+        Residual(feeding, _norm(layer.post_attention_layernorm)),
+    )
+
+
+def _attention(layer: Any) -> SelfAttention:
+    module = layer.self_attn
+    share = module.config.rope_parameters.get("partial_rotary_factor", 1.0)
+    rope = Rope("", int(module.head_dim * share))
+    return attention(module, (_norm(module.q_norm), _norm(module.k_norm)), rope)._replace(has_gate=True)
+
+
+def _delta_net(layer: Any, inputs: tuple[str, ...], gates: tuple[str, ...]) -> Recurrence:
+    return recurrence(layer.linear_attn, inputs, gates, "out_proj", "cache_params", ("conv1d", "norm"))
+
+
+def _qwen3_5(layer: Any) -> tuple[Residual, ...]:
+    return _qwen(layer, ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+
+
+def _qwen3_next(layer: Any) -> tuple[Residual, ...]:
+    return _qwen(layer, ("in_proj_qkvz",), ("in_proj_ba",))
+
+
+def _lfm2(layer: Any) -> tuple[Residual, ...]:
+    mlp = layer.feed_forward
+    feeding = Mlp(mlp, whole(mlp.w1), whole(mlp.w3), whole(mlp.w2), _SILU)
+    return Residual(_lfm2_mixer(layer), Norm(layer.operator_norm)), Residual(feeding, Norm(layer.ffn_norm))
+
+
+def _lfm2_mixer(layer: Any) -> SelfAttention | Recurrence:
+    if not layer.is_attention_layer:
+        return recurrence(layer.conv, ("in_proj",), (), "out_proj", "past_key_values", ("conv",))
+    module = layer.self_attn
+    return attention(module, (Norm(module.q_layernorm), Norm(module.k_layernorm)), output="out_proj")
+
+
+FAMILIES = (
+    Family("qwen3_next", "Qwen3Next", _qwen3_next, _norm),
+    Family("qwen3_5", "Qwen3_5", _qwen3_5, _norm, "TextModel"),
+    Family("qwen3_5_moe", "Qwen3_5Moe", _qwen3_5, _norm, "TextModel"),
+    Family("lfm2", "Lfm2", _lfm2, last_norm="embedding_norm"),
+)
