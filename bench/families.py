@@ -29,7 +29,7 @@ import transformers
 
 import lookahead
 from bench.command import parser_of, publish, seconds_of, setting_of, stay_on_cores, timer_of
-from bench.passes import STEP, machine, measure
+from bench.passes import STEP, machine, measure, read
 from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 
@@ -118,7 +118,7 @@ def measured(name: str, dtype: torch.dtype, threads: int, rates: tuple[float, fl
     ours = {"custom_generate": lookahead.decode, "lookahead_config": plain}
     greedy, without_drafts = rate(model, prompt, clock), rate(model, prompt, clock, **ours)
     policy = BitPolicy.SOLO if dtype != torch.float32 and is_exact else BitPolicy.ROUNDED
-    passes = measure(model, _PROMPT, list(_NODES), _ROUNDS, {"pass": policy}, clock)
+    passes = measure(model, read(model, prompt[0]), prompt[0], list(_NODES), _ROUNDS, {"pass": policy}, clock)
     perfect = {}
     for nodes in _NODES:
         size, products = touched(model, nodes)

@@ -33,6 +33,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.loading.loading import DEFAULT_MODEL
 from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import is_sequential
 
 STEP = "transformers, 1 token"
 WAYS = {"exact": BitPolicy.SOLO, "fast": BitPolicy.ROUNDED}
@@ -116,7 +117,8 @@ def measure(
     def step() -> None:
         with torch.inference_mode():
             causal_lm(torch.tensor([[5]]), **{CACHE: own})
-        own.crop(-1)
+        if not is_sequential(model):  # states cannot be cut back; a text that grows by a token a round is as good
+            own.crop(-1)
 
     trees = {width: branching_tree(width, vocabulary) for width in widths}
     seconds: dict[tuple[str, int], list[float]] = {}
@@ -125,6 +127,8 @@ def measure(
             held = ((keys[0, :, :-1], values[0, :, :-1]) for keys, values in kv_of(own))
             backend.cache.copy_prefix_from(0, held, len(prompt) - 1)
         backend.read([prompt.numpy().astype(np.int32)])
+        if backend.cache.states:  # which include the root
+            backend.cache.commit(0, np.zeros(1, np.int32))
     for lap in range(rounds + 1):
         spent = {(STEP, 1): seconds_of(step, clock)}
         with backend.serving():
