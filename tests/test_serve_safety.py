@@ -215,7 +215,7 @@ def test_an_unexpected_error_tells_nothing_of_ours(server, monkeypatch):
 
 
 def test_a_tokenizer_that_hangs_holds_no_other_client_up(server, monkeypatch):
-    monkeypatch.setattr("lookahead.serving.web_app._READING_S", 0.2)
+    monkeypatch.setattr("lookahead.serving.service._READING_S", 0.2)
     tokens_of, hangs = server.models.wait().translator.tokens_of, threading.Event()
     monkeypatch.setattr("lookahead.serving.translation.Translator.tokens_of", lambda *_: hangs.wait(20))
     assert server.raw("POST", "/tokenize", {"prompt": "abc"})[0] == 503

@@ -72,8 +72,9 @@ def serve(options: ServeOptions) -> None:
     config: Any = options.config()
     resolve_quantize(options.quantize, resolve_device(options.device))  # before it listens
     with console(sys.stderr).status("loading the model"):
+        from lookahead.serving.connections import Server, listen
         from lookahead.serving.served_models import ServedModels
-        from lookahead.serving.web_app import Server, listen, make_app
+        from lookahead.serving.web_app import make_app
 
         listener = listen(options.host, options.port)
         for location in locations:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,6 +27,21 @@ from lookahead.utils.machine import memory_bytes
 _MOST_SLOTS = 4096  # default maximum per row
 _CLOSING_S = 1.0  # seconds that closing waits for a thread
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """A request whose prompt, options and grammar are ready to be decoded.
+
+    Attributes:
+        request: The request.
+        reader: Its options, with its grammar.
+        plan: The plan of its first choice, and of all that can share rows.
+    """
+
+    request: GenerationRequest
+    reader: PromptReader
+    plan: RequestPlan
 
 
 class DecodingLoop:
@@ -82,8 +97,13 @@ class DecodingLoop:
         """What the model keeps of earlier texts."""
         return prefixes_of(self.model, self._prefix_bytes)
 
+    @property
+    def most_outputs(self) -> int:
+        """Outputs that can run and wait at once."""
+        return self.rows + self._queue
+
     def submit(self, request: GenerationRequest, on_update: OnUpdate) -> Ticket:
-        """Validate and queue a request, from any thread. It may take milliseconds.
+        """Plan and queue one output of a request, from any thread. It may take milliseconds.
 
         `on_update` is called with every update on a thread of the loop; it must not block.
 
@@ -92,9 +112,32 @@ class DecodingLoop:
             LoopClosedError: The loop was closed.
             ConfigError, PromptError, UnsupportedModelError: The request cannot be served.
         """
+        return self.put(self.plan(request), on_update)
+
+    def plan(self, request: GenerationRequest) -> PlannedRequest:
+        """Validate a request and compile its grammar, once for all its choices, from any thread; raises as `submit`.
+
+        A thread may be interrupted here, since nothing of the loop changes.
+        """
         self._check_room()
-        plan = self._plan(request)
-        put = Request(next(self._numbers), plan=plan, seed=request.seed)
+        options = dict(request.options)
+        if request.top_logprobs is not None:
+            options |= {"output_logits": True, "return_dict_in_generate": True}
+        grammars = {"json_schema": request.json_schema, "regex": request.regex, "grammar": request.grammar}
+        options = with_row_processors(self.model, self.tokenizer, None, options, None, grammars)
+        reader = PromptReader(self.model, self.tokenizer, self._config, **options)
+        return PlannedRequest(request, reader, reader.plan([reader.read(request.ids, 0)], None, [request.prediction]))
+
+    def put(self, planned: PlannedRequest, on_update: OnUpdate, choice: int = 0) -> Ticket:
+        """Queue a choice of a planned request, as `submit` does."""
+        request, plan = planned.request, planned.plan
+        seed = None if request.seed is None else (request.seed + choice) % (1 << 63)
+        if plan.is_sampled:
+            plan = replace(plan, generator=generator_for(self.model, seed))
+        if choice and not (self._shares_rows and plan.can_join):  # a plan that is decoded apart may hold its cache
+            ids, prediction = [request.ids], [request.prediction]
+            plan = replace(planned.reader.plan(ids, None, prediction), generator=plan.generator)
+        put = Request(next(self._numbers), plan=plan, seed=seed)
         put.join(plan, shares_rows=self._shares_rows)
         lane = self._apart if put.row is None else self._together
         with self._submitting:
@@ -107,16 +150,6 @@ class DecodingLoop:
             raise LoopClosedError("the decoding loop was closed")
         if waiting >= self._queue + max(0, self.rows - self._together.running):
             raise QueueFullError(f"{waiting} requests wait, the maximum; try again later")
-
-    def _plan(self, request: GenerationRequest) -> RequestPlan:
-        options = dict(request.options)
-        if request.top_logprobs is not None:
-            options |= {"output_logits": True, "return_dict_in_generate": True}
-        grammars = {"json_schema": request.json_schema, "regex": request.regex, "grammar": request.grammar}
-        options = with_row_processors(self.model, self.tokenizer, None, options, None, grammars)
-        reader = PromptReader(self.model, self.tokenizer, self._config, **options)
-        plan = reader.plan([reader.read(request.ids, 0)], None, [request.prediction])
-        return replace(plan, generator=generator_for(self.model, request.seed)) if plan.is_sampled else plan
 
     def figures(self) -> dict[str, float]:
         """Counts of running outputs and waiting requests, bytes of keys and values, prompt tokens read and reused."""

@@ -104,6 +104,12 @@ class Message(_Body):
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # in answers that clients send back
 
+    @property
+    def characters(self) -> int:
+        """Characters of its content."""
+        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content or ()]
+        return sum(map(len, parts))
+
     def for_template(self) -> dict[str, Any]:
         """The message in the form of chat templates."""
         given = self.model_dump(exclude_none=True, exclude={"annotations"})

@@ -25,27 +25,33 @@ class LoopClosedError(LookaheadError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request for one output.
+    """A request for the outputs of one prompt.
 
     Attributes:
         ids: Token ids of the prompt.
         options: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `stop_strings`.
-        seed: Seed of the draws; None for a random one.
+        choices: Number of outputs.
+        seed: Seed of the draws of the first output; each further one has the next number. None for random ones.
         prediction: The expected output, as in `lookahead.generate`.
         json_schema: A JSON schema that the output follows.
         regex: A regular expression that it matches, instead of a schema.
         grammar: A grammar that it follows, instead of a schema.
         top_logprobs: Number of most likely tokens to report for every token; None reports no log-probabilities.
+        client: Whose request it is: clients take turns.
+        salt: Only requests with the same one share kept keys and values.
     """
 
     ids: list[int]
     options: Mapping[str, Any] = field(default_factory=dict)
+    choices: int = 1
     seed: int | None = None
     prediction: Any = None
     json_schema: Any = None
     regex: str | None = None
     grammar: str | None = None
     top_logprobs: int | None = None
+    client: str = ""
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

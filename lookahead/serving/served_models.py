@@ -46,8 +46,8 @@ class ServedModel:
             prepare_costs(self.model)
         except (LookaheadError, OSError) as error:  # transformers decodes it, or the costs are not saved
             _log.info("%s: %s", name, error)
-        self.translator = Translator(self.model, self.tokenizer, max_new_tokens)
         self.loop = DecodingLoop(self.model, self.tokenizer, config=config, **decoding)
+        self.translator = Translator(self.model, self.tokenizer, max_new_tokens, self.loop.most_outputs)
         self._warm_up()
 
     def _warm_up(self) -> None:

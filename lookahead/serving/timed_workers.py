@@ -1,51 +1,103 @@
-"""Threads for short tasks with a time limit; an endless task does not block the others."""
+"""Threads for work whose size a client sets: few, with a time limit, and in turns between clients."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from lookahead.serving.api_errors import ApiError
 from lookahead.utils.task_thread import TaskThread
 
 T = TypeVar("T")
-_MOST_OVERDUE = 16  # maximum interrupted threads still running; above, tasks are refused
 
 
 class TimedWorkers:
-    """Runs tasks on a few threads; a thread past its limit is interrupted and replaced.
+    """Runs tasks on a few threads; those of different clients take turns.
 
-    An interrupt takes effect at the next line of Python, which templates run often. The threads are daemons.
+    A task past its limit, or whose client has left, is interrupted. An interrupt takes effect at the next line of
+    Python, which templates run often. Until then the task keeps its place, so that there are never more than `tasks`
+    threads at work, whatever clients send. The threads are daemons.
 
     Args:
         tasks: Maximum concurrent tasks.
     """
 
     def __init__(self, tasks: int) -> None:
-        self._free = asyncio.Semaphore(tasks)
+        self._free = tasks
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
         self._idle: list[TaskThread] = []
-        self._overdue: list[TaskThread] = []
 
-    async def run(self, task: Callable[[], T], limit_s: float) -> T:
+    async def run(
+        self, task: Callable[[], T], limit_s: float, *, client: str = "", wait_s: float = 600.0, interrupts: bool = True
+    ) -> T:
         """Run a task for at most `limit_s` seconds and return its result.
 
+        Args:
+            task: The task.
+            limit_s: Maximum seconds of the task.
+            client: Whose task it is.
+            wait_s: Maximum seconds until a thread is free.
+            interrupts: Whether to interrupt a task that nobody waits for any more; otherwise it ends by itself.
+
         Raises:
-            ApiError: The task took longer, or too many overdue tasks are still running.
+            ApiError: The task took longer, or waited longer.
         """
-        self._overdue = [thread for thread in self._overdue if thread.is_alive()]
-        if len(self._overdue) >= _MOST_OVERDUE:
-            raise ApiError(503, "earlier requests still take too long to read")
-        async with self._free:
-            thread = self._idle.pop() if self._idle else TaskThread("lookahead-requests")
-            future = thread.begin(task)
-            try:
-                return await asyncio.wait_for(asyncio.wrap_future(future), limit_s)
-            except (asyncio.TimeoutError, TimeoutError):
-                raise ApiError(503, f"reading the request took more than {limit_s:g} s") from None
-            finally:
-                if future.done():
-                    self._idle.append(thread)
-                else:
-                    thread.interrupt()
-                    self._overdue.append(thread)
+        try:
+            await asyncio.wait_for(self._enter(client), wait_s)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise ApiError(503, "earlier requests still take too long to read") from None
+        thread, event_loop = self._idle.pop() if self._idle else TaskThread("lookahead-requests"), _loop()
+        future = thread.begin(task)
+
+        def end(ended: Any) -> None:
+            with suppress(RuntimeError):  # the server has ended
+                event_loop.call_soon_threadsafe(self._leave, thread)
+
+        future.add_done_callback(end)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), limit_s)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise ApiError(503, f"reading the request took more than {limit_s:g} s") from None
+        finally:
+            if interrupts and not future.done():
+                thread.interrupt()
+
+    async def _enter(self, client: str) -> None:
+        """Wait for a free thread."""
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = _loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._next()
+            raise
+
+    def _leave(self, thread: TaskThread) -> None:
+        """Take back the thread of a task that ended."""
+        if thread.is_alive() and not thread.is_interrupted:
+            self._idle.append(thread)
+        self._next()
+
+    def _next(self) -> None:
+        """Let the next client's first task begin."""
+        while self._waiting:
+            client = next(iter(self._waiting))
+            turns = self._waiting.pop(client)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[client] = turns  # after the other clients
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from lookahead.decoding.prompts import PromptReader
 from lookahead.decoding.validation import resolved
-from lookahead.errors import ConfigError, LogitsError, PromptError, UnsupportedModelError
+from lookahead.errors import ConfigError, LogitsError, PromptError, PromptTooLongError, UnsupportedModelError
 from lookahead.model.facts import context_limit
 from lookahead.model.model_kind import kind_of
 from lookahead.serving.api_errors import ApiError, invalid, shutting_down
@@ -30,6 +31,7 @@ from lookahead.serving.requests import GenerationRequest, LoopClosedError, Queue
 from lookahead.serving.tool_calls import schema_of_call
 from lookahead.verification.stopping import end_tokens
 
+_TOKEN = re.compile("0|[1-9][0-9]{0,9}")  # one way to write each token
 _AS_THEY_ARE = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
@@ -62,20 +64,53 @@ class Translator:
         model: The model.
         tokenizer: Its tokenizer.
         max_new_tokens: Maximum tokens of an output.
+        most_outputs: Maximum outputs of a request; None for any number.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> None:
-        self._model, self._tokenizer, self._most = model, tokenizer, max_new_tokens
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        max_new_tokens: int,
+        most_outputs: int | None = None,
+    ) -> None:
+        self._model, self._tokenizer, self._most, self._most_outputs = model, tokenizer, max_new_tokens, most_outputs
         self.context = None if kind_of(model).has_encoder else context_limit(model)
+        self._limit = kind_of(model).prompt_limit(model)
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
+
+    def check(self, body: ChatBody | CompletionBody | TokenizeBody) -> None:
+        """Refuse what can never be served, by counting: nothing is tokenized.
+
+        A text has at least its characters divided by those of the longest token as tokens.
+        """
+        if isinstance(body, TokenizeBody):
+            prompts = [body.prompt or ""]
+        else:
+            prompts = [] if isinstance(body, ChatBody) else body.prompts
+            outputs = body.choices * (1 if isinstance(body, ChatBody) else len(prompts))
+            if self._most_outputs is not None and outputs > self._most_outputs:
+                raise invalid("n", f"the server takes at most {self._most_outputs} outputs at once, got {outputs}")
+        if self._limit is None:
+            return
+        sizes = [("prompt", -(-len(prompt) // (self._longest if isinstance(prompt, str) else 1))) for prompt in prompts]
+        messages = () if isinstance(body, CompletionBody) else body.messages or ()
+        sizes.append(("messages", -(-sum(message.characters for message in messages) // self._longest)))
+        for field, tokens in sizes:
+            if tokens > self._limit:
+                raise _too_long(
+                    field, f"the prompt has at least {tokens} tokens, and the model's context {self._limit}"
+                )
 
     def of_chat(self, body: ChatBody) -> list[GenerationRequest]:
-        """A request for every choice."""
+        """The request of a chat."""
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("top_logprobs", "is for logprobs=true")
         tools = self._tools_of(body)
         ids = self._render(body.messages, body.chat_template_kwargs, None if body.tool_choice == "none" else body.tools)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         schema: Any = None
+        prediction = self._prediction(body, most)
         if tools:
             schema = schema_of_call(tools)
         elif body.response_format is not None and body.response_format.type == "json_object":
@@ -85,16 +120,17 @@ class Translator:
                 raise invalid("response_format.json_schema", "is missing for the type 'json_schema'")
             schema = body.response_format.json_schema.schema_
         name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
-        return self._requests(body, ids, most, name, schema, (body.top_logprobs or 0) if body.logprobs else None)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return [self._request(body, ids, most, name, schema, logprobs, prediction)]
 
     def of_completion(self, body: CompletionBody) -> list[GenerationRequest]:
-        """A request for every choice of every prompt."""
+        """A request for every prompt."""
         if not body.prompts:
             raise invalid("prompt", "must hold a prompt, got none")
+        most, prediction = body.max_tokens, self._prediction(body, body.max_tokens)
         return [
-            request
+            self._request(body, self._read(prompt), most, "max_tokens", None, body.logprobs, prediction)
             for prompt in body.prompts
-            for request in self._requests(body, self._read(prompt), body.max_tokens, "max_tokens", None, body.logprobs)
         ]
 
     def tokens_of(self, body: TokenizeBody) -> list[int]:
@@ -142,12 +178,27 @@ class Translator:
         field = "messages" if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else "prompt"
         try:
             return PromptReader(self._model, self._tokenizer, **options).read(prompt, 0)
+        except PromptTooLongError as error:
+            raise _too_long(field, str(error)) from error
         except (ConfigError, PromptError) as error:
             raise invalid(field, str(error)) from error
 
-    def _requests(
-        self, body: GenerationBody, ids: list[int], most: int | None, most_name: str, schema: Any, logprobs: int | None
-    ) -> list[GenerationRequest]:
+    def _prediction(self, body: GenerationBody, most: int | None) -> list[int] | None:
+        """The tokens of the expected output, as far as an output can reach."""
+        text = "" if body.prediction is None else text_of(body.prediction.content)
+        text = text[: min(most or self._most, self._most) * self._longest]
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else None
+
+    def _request(
+        self,
+        body: GenerationBody,
+        ids: list[int],
+        most: int | None,
+        most_name: str,
+        schema: Any,
+        logprobs: int | None,
+        prediction: list[int] | None,
+    ) -> GenerationRequest:
         options: dict[str, Any] = {name: each for name in _AS_THEY_ARE if (each := getattr(body, name)) is not None}
         is_random = any(options.get(name) for name in ("temperature", "top_p", "top_k", "min_p"))
         is_random |= body.seed is not None or body.choices > 1
@@ -168,31 +219,23 @@ class Translator:
         grammars = {"json_schema": schema, "regex": body.regex, "grammar": body.grammar}
         if len(given := [name for name, each in grammars.items() if each is not None]) > 1:
             raise invalid(given[1], f"cannot be combined with {given[0]}")
-        prediction = None if body.prediction is None else text_of(body.prediction.content) or None
-        return [
-            GenerationRequest(
-                ids=ids, options=options, seed=None if body.seed is None else (body.seed + i) % (1 << 63),
-                prediction=prediction, top_logprobs=logprobs, **grammars,
-            )
-            for i in range(body.choices)
-        ]  # fmt: skip
+        return GenerationRequest(
+            ids=ids, options=options, choices=body.choices, seed=body.seed, prediction=prediction,
+            top_logprobs=logprobs, **grammars,
+        )  # fmt: skip
 
     def _new_tokens(self, ids: list[int], most: int | None, name: str) -> int:
         room = self._most if self.context is None else max(0, min(self._most, self.context - len(ids)))
         if room == 0:
-            raise ApiError(
-                400, f"the prompt has {len(ids)} tokens, and the model's context {self.context}: no token is left",
-                param="messages", code="context_length_exceeded",
-            )  # fmt: skip
+            message = f"the prompt has {len(ids)} tokens, and the model's context {self.context}: no token is left"
+            raise _too_long("messages", message)
         if most is not None and most > room:
-            raise ApiError(
-                400, f"{name}: must be from 1 to {room} for a prompt of {len(ids)} tokens, got {most}", param=name,
-                code="context_length_exceeded",
-            )  # fmt: skip
+            message = f"{name}: must be from 1 to {room} for a prompt of {len(ids)} tokens, got {most}"
+            raise _too_long(name, message)
         return most or room
 
     def _token(self, token: str) -> int:
-        if not (token.isdecimal() and int(token) < self._model.config.get_text_config().vocab_size):
+        if not _TOKEN.fullmatch(token) or int(token) >= self._model.config.get_text_config().vocab_size:
             raise invalid("logit_bias", f"keys must be token ids of the model, got {token[:20]!r}")
         return int(token)
 
@@ -207,6 +250,10 @@ def as_api_error(error: BaseException) -> ApiError | None:
     if is_of_grammar or isinstance(error, ConfigError | PromptError | UnsupportedModelError):
         return invalid(None, str(error))
     return None
+
+
+def _too_long(field: str, message: str) -> ApiError:
+    return ApiError(400, message, param=field, code="context_length_exceeded")
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,14 @@ class TaskThread(threading.Thread):
 
     Args:
         name: Its name.
+
+    Attributes:
+        is_interrupted: Whether `interrupt` was called; the thread takes no more tasks.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
+        self.is_interrupted = False
         self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self.start()
 
@@ -39,8 +43,10 @@ class TaskThread(threading.Thread):
                 task, future = queued
                 try:
                     future.set_result(task())
-                except Exception as error:
+                except BaseException as error:
                     future.set_exception(error)
+                    if not isinstance(error, Exception):
+                        raise
                 del queued, task, future
 
     def close(self) -> None:
@@ -50,4 +56,5 @@ class TaskThread(threading.Thread):
     def interrupt(self) -> None:
         """End at the next line of Python."""
         assert self.ident is not None
+        self.is_interrupted = True
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit))

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from lookahead.serving.connections import Server, listen
 from lookahead.serving.served_models import ServedModels
-from lookahead.serving.web_app import Server, listen, make_app
+from lookahead.serving.web_app import make_app
 from tests.support.grammars import json_model, json_tokenizer
 
 

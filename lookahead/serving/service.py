@@ -1,0 +1,233 @@
+"""Answers requests: reads them on a few threads, starts their outputs, and passes these on until the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from lookahead.serving.answers import Answer
+from lookahead.serving.api_errors import ApiError, shutting_down
+from lookahead.serving.decoding_loop import DecodingLoop, PlannedRequest
+from lookahead.serving.metrics import Metrics
+from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody, parsed
+from lookahead.serving.requests import Ticket, Update
+from lookahead.serving.served_models import ServedModel, ServedModels
+from lookahead.serving.timed_workers import TimedWorkers
+from lookahead.serving.translation import as_api_error
+
+T = TypeVar("T")
+_READERS = 4  # threads for work whose size a client sets
+_READING_S = 10.0  # time limit of each piece of it
+_BODY_S = 30.0  # time limit for a body to arrive
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Turn:
+    """A request with its outputs in progress."""
+
+    updates: asyncio.Queue[tuple[int, Update]]
+    tickets: list[Ticket]
+    deadline: float
+    started: float
+    is_cancelled: threading.Event
+    answer: Answer = field(init=False)
+
+    def cancel(self) -> None:
+        """End its outputs."""
+        self.is_cancelled.set()
+        for ticket in list(self.tickets):
+            ticket.cancel()
+
+
+class Service:
+    """Answers the requests of an application.
+
+    Args:
+        models: The served models.
+        timeout_s: Maximum seconds from a request to the end of its answer.
+
+    Attributes:
+        metrics: Its counters.
+    """
+
+    def __init__(self, models: ServedModels, timeout_s: float) -> None:
+        self.models, self._timeout_s = models, timeout_s
+        self.metrics = Metrics(lambda: [(each.name, each.loop.figures()) for each in models.loaded])
+        self._readers = TimedWorkers(_READERS)
+
+    async def model(self, name: str | None, deadline: float) -> ServedModel:
+        """The model of a request; waits while it loads."""
+        future = self.models.get(name)
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), _left(deadline))
+        except (asyncio.TimeoutError, TimeoutError):
+            raise ApiError(503, "the model is loading", headers={"Retry-After": "5"}) from None
+
+    async def body(self, request: Request, kind: type[T]) -> T:
+        """The body of a request, which must arrive in a short time."""
+        try:
+            body = bytes(await asyncio.wait_for(request.body(), _BODY_S))
+        except (asyncio.TimeoutError, TimeoutError):
+            raise ApiError(408, f"the body took more than {_BODY_S:g} s to arrive") from None
+        content: T = parsed(kind, body)
+        return content
+
+    async def tokens(self, body: TokenizeBody, client: str) -> tuple[list[int], int | None]:
+        """The token ids that are asked for, and the context of the model."""
+        deadline = time.monotonic() + self._timeout_s
+        translator = (await self.model(body.model, deadline)).translator
+        translator.check(body)
+        return await self._apart(partial(translator.tokens_of, body), client, deadline), translator.context
+
+    async def begin(self, body: ChatBody | CompletionBody, client: str = "", salt: str = "") -> Turn:
+        """Translate a request and start its outputs, which end if this is cancelled."""
+        started = time.monotonic()
+        turn = Turn(asyncio.Queue(), list[Ticket](), started + self._timeout_s, started, threading.Event())
+        try:
+            served = await self.model(body.model, turn.deadline)
+            served.translator.check(body)
+            planned = await self._apart(partial(_plan, served, body, client, salt), client, turn.deadline)
+            prompts = [len(each.request.ids) for each in planned]
+            turn.answer = Answer(body, body.model or served.name, served.tokenizer, prompts)
+            queue = partial(_queue, turn, served.loop, planned, asyncio.get_running_loop())
+            await self._apart(queue, client, turn.deadline, interrupts=False)
+        except BaseException as error:
+            turn.cancel()
+            if (known := as_api_error(error)) is None:
+                raise
+            raise known from None
+        return turn
+
+    async def _apart(self, task: Callable[[], T], client: str, deadline: float, *, interrupts: bool = True) -> T:
+        """Run work whose size a client sets on one of a few threads, within the request's time."""
+        limit, wait = min(_READING_S, _left(deadline)), _left(deadline)
+        return await self._readers.run(task, limit, client=client, wait_s=wait, interrupts=interrupts)
+
+    async def updates(self, turn: Turn) -> AsyncIterator[tuple[int, Update]]:
+        """The updates of all outputs until the last has ended; ApiError if an output failed."""
+        choices, ended = turn.answer.choices, set[int]()
+        while len(ended) < len(choices):
+            try:
+                i, update = await asyncio.wait_for(turn.updates.get(), _left(turn.deadline))
+            except (asyncio.TimeoutError, TimeoutError):
+                raise ApiError(504, f"the answer took more than {self._timeout_s:g} s; --request-timeout") from None
+            if i in ended:  # after a stop text
+                continue
+            if update.error is not None:
+                known = as_api_error(update.error)
+                if known is None:
+                    _log.error("an output failed", exc_info=update.error)
+                raise known or ApiError(500, "internal error")
+            if update.end == "cancelled":
+                raise shutting_down()
+            if update.tokens and not choices[i].tokens:
+                self.metrics.first_token.observe(time.monotonic() - turn.started)
+            yield i, update
+            if update.is_last or choices[i].has_stopped:
+                ended.add(i)
+                turn.tickets[i].cancel()
+                self.metrics.count(choices[i].stats)
+
+    async def whole(self, turn: Turn, request: Request) -> Response:
+        """The whole answer; it is cancelled if the client disconnects."""
+
+        async def collect() -> Response:
+            async for i, update in self.updates(turn):
+                turn.answer.choices[i].add(update)
+            return JSONResponse(turn.answer.whole())
+
+        try:
+            return await unless_left(request, collect())
+        finally:
+            turn.cancel()
+
+    async def stream(self, turn: Turn) -> AsyncIterator[str]:
+        """The answer as server-sent events; closing it, as on a disconnect, ends the outputs."""
+        try:
+            for chunk in turn.answer.begin():
+                yield _event(chunk)
+            async for i, update in self.updates(turn):
+                for chunk in turn.answer.add(i, update):
+                    yield _event(chunk)
+            for chunk in turn.answer.end():
+                yield _event(chunk)
+        except ApiError as error:
+            yield _event(error.body)
+        finally:
+            turn.cancel()
+        yield "data: [DONE]\n\n"
+
+
+def _plan(served: ServedModel, body: ChatBody | CompletionBody, client: str, salt: str) -> list[PlannedRequest]:
+    """Translate and plan a request: all work whose size the client sets, once for its choices."""
+    translator = served.translator
+    requests = translator.of_chat(body) if isinstance(body, ChatBody) else translator.of_completion(body)
+    return [served.loop.plan(replace(request, client=client, salt=salt)) for request in requests]
+
+
+def _queue(
+    turn: Turn, loop: DecodingLoop, planned: Sequence[PlannedRequest], events: asyncio.AbstractEventLoop
+) -> None:
+    """Queue all outputs of a request, unless it is cancelled meanwhile."""
+
+    def pass_on(i: int, update: Update) -> None:
+        with suppress(RuntimeError):  # the server has ended
+            events.call_soon_threadsafe(turn.updates.put_nowait, (i, update))
+
+    choices = [(each, choice) for each in planned for choice in range(each.request.choices)]
+    for i, (each, choice) in enumerate(choices):
+        if turn.is_cancelled.is_set():
+            break
+        turn.tickets.append(loop.put(each, partial(pass_on, i), choice))
+    if turn.is_cancelled.is_set():
+        turn.cancel()
+
+
+async def unless_left(request: Request, answering: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, which is cancelled if the client disconnects; its body was read before."""
+    working = asyncio.ensure_future(answering)
+    leaving = asyncio.ensure_future(_disconnect(request))
+    for each in (working, leaving):
+        each.add_done_callback(_forget)
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    """Wait until the client disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _left(deadline: float) -> float:
+    """Seconds left."""
+    return max(0.0, deadline - time.monotonic())
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    """Take note of the error of a task that nobody may wait for: asyncio logs the others as never retrieved."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _event(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"

@@ -1,0 +1,199 @@
+"""Work whose size a client sets: it is bounded, done once, and ends with the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from lookahead.decoding.prompts import PromptReader
+from lookahead.plugins.grammar.grammar import Grammar
+from lookahead.serving import service
+from lookahead.serving.request_schemas import ChatBody, CompletionBody, parsed
+from lookahead.serving.timed_workers import TimedWorkers
+from lookahead.serving.translation import Translator
+from tests.support.running_server import folder, server
+
+__all__ = ["folder", "server"]  # fixtures
+pytest.importorskip("openai")
+WAIT_S = 60.0
+
+
+def refused_at_once(server: Any, path: str, body: Any) -> dict[str, Any]:
+    """The error of a request that is refused with 400 while all threads that read requests are busy."""
+    entered, leave = threading.Semaphore(0), threading.Event()
+
+    def hangs(*_: Any) -> list[int]:
+        entered.release()
+        leave.wait(WAIT_S)
+        return []
+
+    own = Translator.tokens_of
+    Translator.tokens_of = hangs
+    try:
+        with ThreadPoolExecutor(service._READERS) as pool:
+            try:
+                for _ in range(service._READERS):
+                    pool.submit(server.raw, "POST", "/tokenize", {"prompt": "abc"})
+                    assert entered.acquire(timeout=WAIT_S)
+                status, answer = server.raw("POST", path, body)
+            finally:
+                leave.set()
+    finally:
+        Translator.tokens_of = own
+    assert status == 400, answer
+    return dict(answer["error"])
+
+
+@pytest.mark.parametrize("text", ["x", "\N{WINKING FACE}", " "])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_a_prompt_that_cannot_fit_is_refused_by_its_characters_however_busy(server, path, text):
+    long = text * 250_000
+    body = {"messages": [{"role": "user", "content": long}]} if "chat" in path else {"prompt": long}
+    assert refused_at_once(server, path, body)["code"] == "context_length_exceeded"
+
+
+def test_the_characters_of_a_chat_are_those_of_all_its_messages(server):
+    part = {"role": "user", "content": [{"type": "text", "text": "x" * 1000}] * 20}
+    body = {"messages": [part] * 40}
+    assert refused_at_once(server, "/v1/chat/completions", body)["param"] == "messages"
+
+
+def test_token_ids_that_cannot_fit_are_counted(server):
+    assert refused_at_once(server, "/v1/completions", {"prompt": [5] * 3000})["code"] == "context_length_exceeded"
+
+
+def test_a_prompt_that_may_fit_is_not_refused_by_its_characters(server):
+    tokenizer, translator = server.models.wait().tokenizer, server.models.wait().translator
+    longest = max(tokenizer.get_vocab(), key=len)
+    text = tokenizer.decode(tokenizer.convert_tokens_to_ids([longest])) * (translator.context - 1)
+    ids = tokenizer(text).input_ids
+    if len(ids) < translator.context:
+        assert server.complete(text, max_tokens=1).usage.prompt_tokens == len(ids)
+    translator.check(parsed(CompletionBody, json.dumps({"prompt": text}).encode()))
+
+
+@pytest.mark.parametrize(
+    "body", [{"prompt": "abc", "n": 12}, {"prompt": ["abc"] * 12}, {"prompt": ["abc"] * 3, "n": 4}], ids=str
+)
+def test_more_outputs_than_can_run_and_wait_will_never_be_served(server, body):
+    error = refused_at_once(server, "/v1/completions", body)
+    assert "at most 11 outputs at once, got 12" in error["message"] and error["param"] == "n"
+
+
+def test_the_work_of_a_request_is_done_once_for_all_choices(server, monkeypatch):
+    calls = list[str]()
+
+    def counted(owner: Any, name: str) -> None:
+        own = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return own(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(Grammar, "__init__")
+    counted(PromptReader, "plan")
+    got = server.ask("abc", n=4, seed=3, temperature=1.5, extra_body={"regex": "[ab]{3,9}"})
+    assert len({choice.message.content for choice in got.choices}) > 1
+    assert sorted(calls) == ["__init__", "plan"]
+
+
+def test_a_prediction_is_cut_to_what_the_answer_can_hold_before_it_is_tokenized(server, monkeypatch):
+    translator, most = server.models.wait().translator, 8
+    tokenizer: Any = translator._tokenizer
+    sizes, own = list[int](), type(tokenizer).__call__
+
+    def call(self: Any, text: Any, *arguments: Any, **options: Any) -> Any:
+        sizes.append(len(text))
+        return own(self, text, *arguments, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", call)
+    prediction = {"type": "content", "content": "ab" * 100_000}
+    body = {"messages": [{"role": "user", "content": "abc"}], "prediction": prediction, "n": 8, "max_tokens": most}
+    (request,) = translator.of_chat(parsed(ChatBody, json.dumps(body).encode()))
+    assert request.choices == 8 and len(request.prediction) >= most
+    assert max(sizes) <= most * max(map(len, tokenizer.get_vocab()))
+
+
+def test_what_is_read_for_clients_that_left_is_given_up(server, monkeypatch):
+    monkeypatch.setattr(service, "_READING_S", WAIT_S)
+    begun = threading.Semaphore(0)
+
+    def endless(*_: Any) -> None:
+        begun.release()
+        while True:
+            time.sleep(0.001)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Translator, "of_completion", endless)
+        sent = json.dumps({"prompt": "abc"}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n".encode()
+        clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(service._READERS)]
+        for client in clients:
+            client.sendall(head + sent)
+            assert begun.acquire(timeout=WAIT_S)
+        for client in clients:
+            client.close()
+    began = time.monotonic()
+    assert server.raw("POST", "/tokenize", {"prompt": "abc"})[0] == 200
+    assert time.monotonic() - began < WAIT_S / 2  # before the limit of time
+
+
+def test_no_more_tasks_run_at_once_than_there_are_workers_even_if_they_are_left():
+    running, most, leave = 0, 0, threading.Event()
+
+    def busy() -> None:  # in code that is not Python's, which cannot be interrupted
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            leave.wait(WAIT_S)
+        finally:
+            running -= 1
+
+    async def several() -> None:
+        workers = TimedWorkers(2)
+        tasks = [asyncio.ensure_future(workers.run(busy, WAIT_S)) for _ in range(6)]
+        await asyncio.sleep(0.05)
+        for task in tasks[:4]:  # their clients have left
+            task.cancel()
+        await asyncio.sleep(0.05)
+        assert most == 2
+        leave.set()
+        await asyncio.gather(*tasks[4:])
+        assert await workers.run(lambda: 7, WAIT_S) == 7
+
+    asyncio.run(several())
+    assert most == 2
+
+
+def test_workers_take_the_tasks_of_clients_in_turns():
+    order, leave = list[str](), threading.Event()
+
+    async def several() -> None:
+        workers = TimedWorkers(1)
+        first = asyncio.ensure_future(workers.run(lambda: leave.wait(WAIT_S), WAIT_S))
+        await asyncio.sleep(0)
+        tasks = [
+            asyncio.ensure_future(workers.run(lambda client=client: order.append(client), WAIT_S, client=client))
+            for client in ["a", "a", "a", "b", "c", "b"]
+        ]
+        await asyncio.sleep(0.05)
+        leave.set()
+        await asyncio.gather(first, *tasks)
+
+    asyncio.run(several())
+    assert order == ["a", "b", "c", "a", "b", "a"]
+
+
+@pytest.mark.parametrize("key", ["1" * 4400, "01", "\N{ARABIC-INDIC DIGIT ONE}", "-1", "1.0", " 1", ""], ids=repr)
+def test_a_token_has_one_name_among_biases(server, key):
+    assert "keys must be token ids" in server.refused(logit_bias={key: 1})
