@@ -22,6 +22,7 @@ _FIRST_PROBE, _PROBE_GROWTH = 2, 4  # drafted steps before the first plain one, 
 _OUTLIER = 1.3  # a step counts as at most this multiple of the usual time for its size
 _MIN_COUNT = 3  # observations after which an average clips outliers
 _PASS_RATE = 0.2  # EMA rate of the times of passes
+_CHOICE_RATE = 0.02  # EMA rate of what tokens were chosen
 
 
 @dataclass(slots=True)
@@ -66,19 +67,19 @@ class PassTimes:
     draft: Ema = field(default_factory=lambda: Ema(_PASS_RATE))  # one pass of the drafting model over new nodes
     target: Ema = field(default_factory=lambda: Ema(_PASS_RATE))  # from the end of drafting to the end of the step
     agreement: Ema = field(
-        default_factory=lambda: Ema(0.02, value=0.8, count=5)
-    )  # of first choices: 1 if right, else 0
-
+        default_factory=lambda: Ema(_CHOICE_RATE, value=0.8, count=5)
+    )  # 1 if a first choice is right
+    others: Ema = field(default_factory=lambda: Ema(_CHOICE_RATE, value=1.0, count=5))  # tokens over promised ones
     is_warm: bool = False  # whether the drafting model has run
 
     def beats(self, tokens: float, depth: int) -> bool:
-        """Whether some draft of at most `depth` passes gives more tokens per second than a step that gives `tokens`."""
+        """Whether a draft of at most `depth` passes gives more tokens per second than others that promise `tokens`."""
         if not (self.target.value and self.draft.value):
             return True
         passes = np.arange(1, depth + 1)
         expected = 1.0 + (self.agreement.value**passes).cumsum()
         rates = expected / (self.target.value + self.draft.value * passes)
-        return bool(rates.max() * self.target.value > tokens)
+        return bool(rates.max() * self.target.value > tokens * self.others.value)
 
     def pays(self, tokens: float, gain: float, spent: float) -> bool:
         """Whether a further pass, expected to add `gain` to `tokens`, raises the tokens per second.

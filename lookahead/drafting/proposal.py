@@ -181,6 +181,7 @@ class Proposer(Protocol):
         reads_inputs: Whether it reads `Call.inputs` by itself: `start` then gets only what the target's decoder wrote.
         reads_offers: Whether `propose_batch` takes the proposals of earlier proposers as a third argument, by proposer
             and row.
+        is_judge: Whether it is so much surer than the others that what it passes over is hardly chosen.
         shares_cache: Whether `share_cache` is called before any row starts; it then gets every row of every step.
 
     Example:
@@ -204,6 +205,7 @@ class Proposer(Protocol):
     hidden_layers: tuple[int, ...] = ()
     reads_inputs: bool = False
     reads_offers: bool = False
+    is_judge: bool = False
     shares_cache: bool = False
 
     def share_cache(self, cache: Any) -> None:

@@ -78,6 +78,10 @@ class Engine:
         self._questions = [
             (batch_propose_fn(proposer), getattr(proposer, "reads_offers", False)) for proposer in proposers
         ]
+        self._judge = first = 0  # the bits of proposers that are surer than others
+        for proposer in proposers:
+            self._judge |= getattr(proposer, "is_judge", False) * ((1 << len(proposer.sources)) - 1 << first)
+            first += len(proposer.sources)
         self._max_proposed = call.max_nodes // (len(proposers) or 1) if call.by_rejection else call.max_nodes
         self._source_counts = [len(proposer.sources) for proposer in proposers]
         self.sources = [name for proposer in proposers for name in proposer.sources]  # in the order of their bits
@@ -245,7 +249,7 @@ class Engine:
         drafts = [
             merge(
                 row.last_token, proposals, Limits(size, tokens - 1, least, is_chain, plan.node_bonus_tokens),
-                sources=self._source_counts, costs=costs,
+                sources=self._source_counts, costs=costs, judge=self._judge,
             )
             for row, proposals, size, tokens in zip(rows, proposed, sizes, left, strict=True)
         ]  # fmt: skip

@@ -58,6 +58,7 @@ class ValidatedProposer(BatchProposer):
         self.hidden_layers = tuple(proposer.hidden_layers)
         self.reads_inputs = bool(getattr(proposer, "reads_inputs", False))
         self.reads_offers = bool(getattr(proposer, "reads_offers", False))
+        self.is_judge = bool(getattr(proposer, "is_judge", False))
         self.shares_cache = bool(getattr(proposer, "shares_cache", False))
 
     @property
@@ -72,8 +73,8 @@ class ValidatedProposer(BatchProposer):
         is_poor = not self._budget.begins or (bool(self.hidden_layers) and not self._budget.affords)
         if self._call.is_timed and is_poor and not self.shares_cache:  # its rows are those of the cache
             return
-        if self.shares_cache:  # it has no prompt to read, so every output begins with what the first began with
-            self._budget.balance = max(self._budget.balance, START)
+        if self.shares_cache:  # it has no prompt to read: every output begins with what the first did, and one call
+            self._budget.balance = max(self._budget.balance, START + self._budget.price.value)
         self._roots[row] = int(prompt[-1])
         self._unasked[row], self._is_new = 0, True
         self._proposer.start(row, prompt)

@@ -74,6 +74,7 @@ class CpuBackend(TorchBackend):
         packs: Whether linear layers may keep packed copies of their weights.
         has_kernels: Whether kernels may replace linear layers and whole layers of the model.
         mixing: How recurrent layers run; compared and measured if None.
+        is_draft: Whether the model only drafts. What kernels compute of it is then found once, not at every service.
         **options: Options of `TorchBackend`.
     """
 
@@ -84,9 +85,11 @@ class CpuBackend(TorchBackend):
         packs: bool = True,
         has_kernels: bool = True,
         mixing: Mixing | None = None,
+        is_draft: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
+        self._is_draft, self._has_parts = is_draft, False
         self._packs, self._has_bits = packs, self._is_half and self._scope is not None
         # Tensor-parallel processes must compute the same bits, but each would measure on its own whether packing pays.
         self._why_apart = "" if has_kernels else "its kernels compute differently from the model's own code"
@@ -123,7 +126,9 @@ class CpuBackend(TorchBackend):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        self._parts = CpuParts.of(self._model, self._served, packs=self._packs, has_trees=self._scope is not None)
+        if not (self._is_draft and self._has_parts):
+            self._parts = CpuParts.of(self._model, self._served, packs=self._packs, has_trees=self._scope is not None)
+            self._has_parts = True
         mixers: Mapping[Any, MixTrees] = self._parts.mixers
         self._mixers = mixers if self._mixing.by_kernels else {}
         with patched_attribute("forward", self._parts.forwards), super()._patched():

@@ -203,6 +203,7 @@ class ModelProposer(BatchProposer):
         self._backend: Backend | None = None  # of the draft model
         self._done: float | None = None  # end time of the drafts of this step
         self._declined = 0  # steps in succession in which other sources promised more
+        self._promised = 0.0  # tokens by other sources in such a step, 0 if this is none
 
     def start(self, row: int, prompt: IntArray) -> None:
         self._rows[row] = DraftRow(prompt.astype(np.int32))
@@ -263,15 +264,20 @@ class ModelProposer(BatchProposer):
         """Whether the drafts of other sources promise more tokens per second than those of this model gave."""
         if not self._call.is_timed or not guesses:
             return False
-        expected = sum(float(draft.path_probs.sum()) for draft in guesses.values()) / len(guesses)
-        is_best = self._declined >= _MOST_DECLINED or self._pass_times().beats(expected, self._depth)
-        self._declined = 0 if is_best else self._declined + 1
-        return self._declined > 0
+        promised = sum(float(draft.path_probs.sum()) for draft in guesses.values()) / len(guesses)
+        if self._declined >= _MOST_DECLINED or self._pass_times().beats(promised, self._depth):
+            self._declined = 0
+            return False
+        self._declined, self._promised = self._declined + 1, promised
+        return True
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         if self._done is not None:
             self._pass_times().target.add(time.perf_counter() - self._done)
             self._done = None
+        elif self._promised:
+            self._pass_times().others.add(len(feedback.tokens) / self._promised)
+            self._promised = 0.0
         state = self._rows[row]
         tree, state.tree = state.tree, None
         if tree is not None:
@@ -303,7 +309,7 @@ class ModelProposer(BatchProposer):
             capacity = max(len(self._rows[row].ids) for row in self._slots) + 256
             inputs = kind.make_inputs(encoded)
             options = {"rows": len(self._slots), "capacity": capacity, "shape": self._shape, "make_inputs": inputs}
-            self._backend = backend_for(self._model, **options)
+            self._backend = backend_for(self._model, **options, is_draft=True)
         return self._backend
 
     def _can_read(self, row: int, backend: Backend) -> bool:

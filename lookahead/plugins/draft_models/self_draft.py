@@ -82,11 +82,11 @@ class SelfDraft(DraftModel):
 class SelfProposer(ModelProposer):
     """The proposer of one call, in whose cache the copy writes its nodes; the model's next pass overwrites them."""
 
-    shares_cache = True
+    shares_cache = is_judge = True
 
     def share_cache(self, cache: TreeCache) -> None:
         """Draft behind the committed tokens of the model's own cache."""
-        options = {"rows": cache.slots.rows, "capacity": 1, "shape": self._shape}
+        options = {"rows": cache.slots.rows, "capacity": 1, "shape": self._shape, "is_draft": True}
         self._backend = backend_for(self._model, **options, make_inputs=lambda model, _: ModelInputs(model, cache))
 
     def start(self, row: int, prompt: IntArray) -> None:
