@@ -183,7 +183,7 @@ def test_a_users_loop_that_sees_beyond_a_sliding_window_is_what_runs(new):
 
 def test_layers_that_cannot_be_compared_are_named_in_the_log(caplog):
     def picky(own: Any) -> Any:
-        def rotation(*args: Any) -> Any:
+        def rotation(*args: Any, **options: Any) -> Any:
             raise ValueError("no hidden states today")
 
         return rotation

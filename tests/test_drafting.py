@@ -146,3 +146,12 @@ def test_nodes_count_for_every_source_that_offered_them() -> None:
     assert row.stats.accepted_by_source == {"first": 1, "second": 2}
     assert row.stats.expected_by_source == {"first": 0.5 + 0.25, "second": 0.5 + 0.125}
     assert row.stats.forwards_by_source == {"first": 1, "second": 1}
+
+
+def test_what_a_judge_passes_over_counts_a_tenth_of_its_probability() -> None:
+    judge, others = chain(1, 2, p=0.9), [chain(1, 3, 4, p=0.5), chain(5, p=0.5), chain(1, 2, 6, p=0.5)]
+    draft = merge(ROOT, [*others, judge], Limits(16, 16), judge=0b1000)
+    probabilities = dict(zip(paths(draft.tree.tokens, draft.tree.parents), draft.path_probs.tolist(), strict=True))
+    assert probabilities == pytest.approx(
+        {(): 1, (1,): 0.9, (1, 2): 0.81, (1, 2, 6): 0.405, (1, 3): 0.045, (1, 3, 4): 0.0225, (5,): 0.05}
+    )
