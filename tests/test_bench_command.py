@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lookahead import DecodingStats, LookaheadConfig
 from lookahead.cli import bench
 from lookahead.cli.app import app
 from lookahead.decoding.comparison import PROMPTS, TRANSFORMERS, Score, compare, decode_plainly
+from lookahead.kernels import block_product
 from lookahead.loading.loading import LoadedModel
 from lookahead.model.model_state import state_of
 from tests.support.pass_recorder import counted_passes
@@ -51,6 +53,15 @@ def test_without_files_a_few_prompts_are_measured_and_shown_in_a_table(model_fol
     assert result.exit_code == 0, result.stderr
     assert not [name for name in METHODS if name not in result.stdout]
     assert result.stdout.count(f"{len(PROMPTS)}/{len(PROMPTS)}") == len(METHODS)
+
+
+@pytest.mark.skipif(not block_product.is_supported(), reason="the CPU has no products of 4-bit weights")
+def test_with_a_copy_that_drafts_it_is_told_whether_the_copy_pays(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("abcabcabc")
+    result = run_bench(model_folder, "--prompts", str(tmp_path / "one.txt"), "--self-draft")
+    assert result.exit_code == 0, result.stderr
+    assert not [name for name in (*METHODS, "lookahead without the copy") if name not in result.stdout]
+    assert re.search(r"with --self-draft \d+\.\d\d times as fast as without it", result.stdout)
 
 
 class WithOwnLoop(LlamaForCausalLM):

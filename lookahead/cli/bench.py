@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lookahead.decoding.comparison import Score
 
 _LOOKUP = {"transformers' prompt lookup": {"prompt_lookup_num_tokens": 10}}
-_NO_DRAFTS, _OURS = "lookahead without drafts", "lookahead"
+_NO_DRAFTS, _NO_COPY, _OURS = "lookahead without drafts", "lookahead without the copy", "lookahead"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,9 @@ def bench(options: BenchOptions) -> None:
     """Compare lookahead with transformers on your own prompts: speed and tokens.
 
     Every prompt is decoded greedily by transformers, by its prompt lookup, by lookahead without drafts and by
-    lookahead. Their order rotates. If the tokenizer has a chat template, a prompt is a user's message; with --raw, and
-    for other models, it is text to continue. --field names the field of JSON lines that holds the prompt.
+    lookahead. Their order rotates. With --self-draft lookahead is measured without it too. If the tokenizer has a chat
+    template, a prompt is a user's message; with --raw, and for other models, it is text to continue. --field names the
+    field of JSON lines that holds the prompt.
 
     "ms a token" is the time of each token after the first. "times" is the speed relative to transformers, and "with
     the prompt" the same for whole calls. lookahead learns from each prompt and drafts from it for the next ones.
@@ -70,6 +71,8 @@ def bench(options: BenchOptions) -> None:
     prompts = [options.prompt_of(loaded.tokenizer, text) for text in texts or PROMPTS]
     settings: Any = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "num_beams": 1}
     configs = {_NO_DRAFTS: LookaheadConfig(proposers=()), _OURS: config}
+    if config is not None and "self" in config.proposers:
+        configs[_NO_COPY] = replace(config, proposers=[each for each in config.proposers if each != "self"])
     with console(sys.stderr).status("measuring"):
         scores = compare(*loaded, prompts, configs, baselines=_LOOKUP, truncate=options.truncate, **settings)
     plain = scores[TRANSFORMERS]
@@ -106,6 +109,9 @@ def bench(options: BenchOptions) -> None:
             times = _shown(methods[_OURS]["times_without_loops"])
             looping = f"{plain.loops} of {count(plain.prompts, 'output')} loop, where drafts are nearly always right"
             show_line(sys.stdout, f"{looping}; without them lookahead is {times} times as fast as transformers")
+        if _NO_COPY in methods and (least := methods[_OURS]["ms_per_token"]):
+            gain = methods[_NO_COPY]["ms_per_token"] / least
+            show_line(sys.stdout, f"with --self-draft {gain:.2f} times as fast as without it")
     if differ := [name for name in configs if scores[name].identical < plain.prompts]:
         say("NOT IDENTICAL", f"{' and '.join(differ)} wrote other tokens than transformers")
         raise typer.Exit(1)
