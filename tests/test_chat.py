@@ -166,7 +166,7 @@ def test_a_session_of_a_pipe_holds_its_turns_and_what_is_none_is_refused(run, cl
     assert [each["content"] for each in json.loads(written)] == ["ab\ncd", first, "what?", second]
     refused = run("chat", "--session", "a.txt", input="abab\n")
     assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
-    assert "a.txt is no session: it holds no JSON" in refused.stderr
+    assert "a.txt is not a session file: it is not JSON" in refused.stderr
     for command in ("/load b.json", "/save a.txt", "/edit"):
         told = run("chat", "--session", "chat.json", input=f"{command}\n")
         assert told.exit_code == 1 and told.stderr.count("\n") == 2

@@ -374,11 +374,11 @@ def test_stats_go_to_stderr(generate):
     ("arguments", "message"),
     [
         ([""], "the prompt is empty"),
-        (["-"], "- holds no prompt: it is empty"),
+        (["-"], "- has no prompt: it is empty"),
         (["Once", "--model", "./gone"], "model './gone' does not exist"),
         (["Once", "--window", "0"], "window must be auto, a tuple (W, N) or (W, N, G), or a whole number"),
         (["Once", "--seed", f"{1 << 70}"], "seed must be a whole number from -2^63 to 2^64 - 1, got 1180591620717411"),
-        (["x" * 513], "prompt 0 has 513 tokens and the model positions for 512; shorten it"),
+        (["x" * 513], "prompt 0 has 513 tokens and the model has 512 positions; shorten it"),
         (["Once", "--system", "Be brief."], "the tokenizer has no chat template"),
         (["Once", "--raw", "--system", "Be brief."], "--system is part of the chat template, which --raw leaves out"),
     ],

@@ -320,7 +320,7 @@ def test_one_proposer_may_not_stand_twice() -> None:
 
 
 def test_what_a_factory_makes_must_be_a_proposer(tiny_llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    with pytest.raises(ProposerError, match="a dict, which is no proposer: it has no start, propose"):
+    with pytest.raises(ProposerError, match="a dict, which is not a proposer: it has no start, propose"):
         decode(tiny_llama, LookaheadConfig(proposers=(lambda call: {},)), input_ids=ids)
 
 

@@ -149,7 +149,7 @@ def test_a_causal_draft_model_changes_no_token(
 
 def test_what_the_encoder_cannot_read_is_told_before_it_fails(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     bart = build(ENCODER_DECODERS["Bart"])
-    with pytest.raises(PromptError, match="input 0 has 940 tokens and the encoder positions for 256"):
+    with pytest.raises(PromptError, match="input 0 has 940 tokens and the encoder has 256 positions"):
         lookahead.generate(bart, tiny_tokenizer, DOCUMENT * 10, max_new_tokens=3)
     for config in (None, LookaheadConfig(proposers=())):  # plain steps run over the table as well
         with pytest.raises(PromptError, match="lower max_new_tokens"):

@@ -241,7 +241,7 @@ def test_a_prompt_that_is_too_long_names_the_option_that_truncates_it(explain, t
     (tmp_path / "prompt.txt").write_text(text)
     result = explain(*command[1:], input=text, command=command[0])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert f"the model positions for {positions}; " in result.stderr
+    assert f"the model has {positions} positions; " in result.stderr
     assert "--truncate left" in result.stderr
     assert "truncate=" not in result.stderr
     shortened = explain(*command[1:], "--truncate", "left", input=text, command=command[0])
@@ -268,7 +268,11 @@ def test_a_prompt_comes_from_stdin_too(explain, plain) -> None:
         (["bad.txt"], b"\xff\xfe\x00", "bad.txt: not UTF-16 text: byte 0x00 at byte offset 2"),
         (["bad.txt"], b"\x80", "bad.txt: not UTF-8 text"),
         (["prompt.txt", "--html", "none/page.html"], b"", "html must be a file in a folder that exists"),
-        (["prompt.txt", "--html", "prompt.txt"], b"", "html prompt.txt exists and is no page of explain; name another"),
+        (
+            ["prompt.txt", "--html", "prompt.txt"],
+            b"",
+            "html prompt.txt exists and is not a page of explain; name another",
+        ),
     ],
 )
 def test_what_cannot_be_read_or_written_is_one_line(explain, tmp_path, arguments, content, told) -> None:

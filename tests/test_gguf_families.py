@@ -108,7 +108,7 @@ def test_a_class_that_does_more_than_multiply_is_no_scaled_embedding() -> None:
 
     for layer in (Shifted(5, 4, 0, embed_scale=2.0), Unscaled(5, 4)):
         assert replacement_of(layer) is None
-        with pytest.raises(ValueError, match=f"{type(layer).__name__} is no scaled embedding"):
+        with pytest.raises(ValueError, match=f"{type(layer).__name__} is not a scaled embedding"):
             scale_of(layer)
 
 

@@ -272,10 +272,10 @@ def test_a_model_with_a_position_table_is_drafted_for_up_to_its_end() -> None:
     assert torch.equal(got, expected)
     for config in (None, LookaheadConfig(draft="fixed"), LookaheadConfig(proposers=())):
         kwargs = {"do_sample": False, "max_length": 60, "lookahead_config": config}
-        with pytest.raises(PromptError, match="33 tokens and the model positions for 32"):
+        with pytest.raises(PromptError, match="33 tokens and the model has 32 positions"):
             gpt2.generate(IDS, **kwargs, custom_generate=lookahead.decode)
     for new_tokens in (1, 5):
-        with pytest.raises(PromptError, match="36 tokens and the model positions for 32"):
+        with pytest.raises(PromptError, match="36 tokens and the model has 32 positions"):
             gpt2.generate(IDS.repeat(1, 3), max_new_tokens=new_tokens, custom_generate=lookahead.decode)
 
 

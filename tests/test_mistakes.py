@@ -233,7 +233,7 @@ def test_a_stream_is_of_one_prompt(tiny_llama, tiny_tokenizer):
         ({"temperature": float("nan")}, "temperature must be a number of at least 0, got nan"),
         ({"top_p": 95}, "top_p must be a number from 0 to 1, got 95"),
         ({"do_sample": "yes"}, "do_sample must be True or False, got 'yes'"),
-        ({"max_tokens": 5}, "'max_tokens' is no option of generate; did you mean 'max_new_tokens'?"),
+        ({"max_tokens": 5}, "'max_tokens' is not an option of generate; did you mean 'max_new_tokens'?"),
         ({"max_new_tokenz": 5}, "did you mean 'max_new_tokens'?"),
         ({"input_ids": torch.ones(1, 2)}, "input_ids is not taken here: pass the prompt as the third argument"),
         ({"attention_mask": None}, "attention_mask is not taken here"),

@@ -147,7 +147,7 @@ def _zip(files):
         ("cut docx", "b.docx: cannot be read as a Word file: "),
         ("old word", "b.docx: an old or encrypted Word file; save it as .docx without a password"),
         ("other zip", "b.docx: cannot be read as a Word file: "),
-        ("no words", "b.docx: this Word file holds no text"),
+        ("no words", "b.docx: this Word file has no text"),
         ("bomb", "b.docx, unpacked: longer than 16 MB; --max-document-mb raises the limit"),
     ],
 )

@@ -133,7 +133,7 @@ def small():
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths(small, tiny_tokenizer):
-    message = "prompt 0 has 41 tokens and the model positions for 40; shorten it, or pass truncate='left'"
+    message = "prompt 0 has 41 tokens and the model has 40 positions; shorten it, or pass truncate='left'"
     for call in (lookahead.generate, lookahead.stream):
         with pytest.raises(PromptError, match=message):
             call(small, tiny_tokenizer, "x" * 41, **GREEDY)

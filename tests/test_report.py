@@ -300,7 +300,7 @@ def test_a_report_replaces_a_report_and_no_other_file(run, tmp_path) -> None:
     (tmp_path / "mine.html").write_text("mine")
     result = run("out.jsonl", "-o", "mine.html")
     assert (result.exit_code, (tmp_path / "mine.html").read_text()) == (2, "mine")
-    assert "mine.html exists and is no page of report; name another file with --output" in result.stderr
+    assert "mine.html exists and is not a page of report; name another file with --output" in result.stderr
     assert run("out.jsonl", "-o", "out.jsonl").exit_code == 2
 
 

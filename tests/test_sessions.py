@@ -86,12 +86,12 @@ def test_turns_that_the_context_has_no_room_for_stay_in_the_history(chat, tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("not json", "is no session: it holds no JSON"),
-        ("", "is no session: it holds no JSON"),
-        ('{"role": "user"}', "is no session: expected a list of messages, got dict"),
-        ('[{"role": "user", "content": "a"}, {"role": 5}]', "message 1 is no object with 'role' and 'content'"),
-        ('[{"role": "user", "content": 5}]', "message 0 is no object with 'role' and 'content'"),
-        ("[" * 100_000, "is no session: it holds no JSON"),
+        ("not json", "is not a session file: it is not JSON"),
+        ("", "is not a session file: it is not JSON"),
+        ('{"role": "user"}', "is not a session file: expected a list of messages, got dict"),
+        ('[{"role": "user", "content": "a"}, {"role": 5}]', "message 1 is not an object with 'role' and 'content'"),
+        ('[{"role": "user", "content": 5}]', "message 0 is not an object with 'role' and 'content'"),
+        ("[" * 100_000, "is not a session file: it is not JSON"),
     ],
     ids=["text", "empty", "object", "no role", "no content", "deep"],
 )

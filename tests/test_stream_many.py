@@ -211,7 +211,7 @@ def test_a_prompt_beyond_the_models_positions_fails_alone_and_outputs_end_there(
     prompts[2], prompts[4] = texts(1, 70, 70)[0], texts(1, 60, 60)[0]
     done = many(gpt2, tiny_tokenizer, prompts, rows=3, max_new_tokens=20)
     assert isinstance(done[2].error, PromptError)
-    assert "prompt 2 has 70 tokens and the model positions for 64" in str(done[2].error)
+    assert "prompt 2 has 70 tokens and the model has 64 positions" in str(done[2].error)
     assert (done[4].finish_reason, done[4].error) == ("length", None)
     assert done[4].token_ids == plainly(gpt2, tiny_tokenizer, prompts[4], max_new_tokens=5)
     for i in (0, 1, 3, 5):

@@ -70,7 +70,7 @@ def test_a_prompt_has_the_same_answer_by_all_its_names(run, tiny_llama, tiny_tok
 def test_two_prompts_and_none_are_told_in_a_line(run):
     for command in ("generate", "explain"):
         assert "name one prompt: the argument or --prompt, got both" in one_line(run(command, "a.txt", "-p", "Once"))
-        assert "- holds no prompt: it is empty" in one_line(run(command, input=""))
+        assert "- has no prompt: it is empty" in one_line(run(command, input=""))
         assert "the prompt is empty" in one_line(run(command, "-p", ""))
 
 

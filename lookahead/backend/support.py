@@ -60,7 +60,7 @@ class Support:
         made = cls(values["shape"], values["reason"], tuple((kind, limit) for kind, limit in values["ropes"]))
         ropes = all(type(kind) is str and type(limit) is int for kind, limit in made.ropes)
         if made.shape not in ("trees", "chains", "none") or type(made.reason) is not str or not ropes:
-            raise ValueError(f"it is no verdict on what a model can verify: {values!r}")
+            raise ValueError(f"it is not a verdict on what a model can verify: {values!r}")
         return replace(made, behind_own=truth(values["behind_own"]))
 
 
@@ -247,7 +247,7 @@ def _probed_shape(model: PreTrainedModel, config: Any, is_alone: bool) -> Suppor
         # Passes over trees have an attention function of ours, which would replace a user's.
         users = [each for each in attention_code(model, list(model.modules())) if not is_known(each)]
         if users:
-            reason = f"its attention calls {name_of(users[0])}, which is not of transformers"
+            reason = f"its attention calls {name_of(users[0])}, which is not code of transformers"
         elif not (is_alone and keeps_solo_bits(model)):
             reason = _mismatch_of(model, "trees")
             # Rounding may change the routing to experts in all probes; equal bits prove more.

@@ -258,5 +258,5 @@ def read_prompt_file(name: str) -> str:
     with opened(name) as file:
         text = decode_bytes(file.read(), name)
     if not text.strip():
-        raise PromptError(f"{name} holds no prompt: it is empty")
+        raise PromptError(f"{name} has no prompt: it is empty")
     return text

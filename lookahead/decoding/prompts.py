@@ -70,7 +70,7 @@ def as_chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = 
         messages: list[Message] = [{"role": "user", "content": text}]
         return messages if system is None else [{"role": "system", "content": system}, *messages]
     if system is not None:
-        raise PromptError("the tokenizer has no chat template, so that a system's message means nothing to the model")
+        raise PromptError("the tokenizer has no chat template, so the model cannot read a system message")
     return text
 
 
@@ -269,7 +269,7 @@ class PromptReader:
             return self._shorten_chat(prompt, index) if is_chat(prompt) else self._shorten(prompt, ids)
         if self.limit is not None and len(ids) > self.limit:
             raise PromptTooLongError(
-                f"{self._names[0]} {index} has {len(ids)} tokens and the {self._names[1]} positions for {self.limit}"
+                f"{self._names[0]} {index} has {len(ids)} tokens and the {self._names[1]} has {self.limit} positions"
             )
         return ids
 

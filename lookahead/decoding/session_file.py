@@ -24,10 +24,12 @@ def read_session(file: str | os.PathLike[str]) -> Messages:
     with _one_error(path):
         messages = read_json(path)
     if not isinstance(messages, list):
-        raise SessionError(f"{path} is no session: expected a list of messages, got {type(messages).__name__}")
+        raise SessionError(f"{path} is not a session file: expected a list of messages, got {type(messages).__name__}")
     for number, message in enumerate(messages):
         if not _is_message(message):
-            raise SessionError(f"{path} is no session: message {number} is no object with 'role' and 'content'")
+            raise SessionError(
+                f"{path} is not a session file: message {number} is not an object with 'role' and 'content'"
+            )
     return messages
 
 
@@ -103,4 +105,4 @@ def _one_error(path: Path) -> Iterator[None]:
     except OSError as error:
         raise SessionError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise SessionError(f"{path} is no session: it holds no JSON ({error})") from error
+        raise SessionError(f"{path} is not a session file: it is not JSON ({error})") from error

@@ -153,7 +153,7 @@ def check_options(
         if name not in known and not hasattr(model.generation_config, name):
             meant = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
             if meant is not None:
-                raise ConfigError(f"{name!r} is no option of generate; did you mean {meant!r}?")
+                raise ConfigError(f"{name!r} is not an option of generate; did you mean {meant!r}?")
 
 
 def resolved(
@@ -373,5 +373,5 @@ def prompt_lengths(
     most = longest if kind.has_encoder else int(lengths.max())
     if limit is not None and most > limit:
         prompt = "the decoder's prompt" if kind.has_encoder else f"prompt {int(lengths.argmax())}"
-        raise PromptError(f"{prompt} has {most} tokens and the model positions for {limit}; shorten it")
+        raise PromptError(f"{prompt} has {most} tokens and the model has {limit} positions; shorten it")
     return lengths

@@ -157,7 +157,7 @@ def _docx_text(docx: Any, data: bytes, path: str, limit: int) -> str:
             raise DocumentError(too_long(f"{path}, unpacked", limit))
     text = "".join(_body_text(docx.Document(io.BytesIO(data)).element.body)).strip()
     if not text:
-        raise DocumentError(f"{path}: this Word file holds no text")
+        raise DocumentError(f"{path}: this Word file has no text")
     return text
 
 

@@ -111,7 +111,7 @@ class Row:
         """Positions left of the model's `positions` after the newest token; PromptError if the row exceeds them."""
         if self.tokens > positions:
             raise PromptError(
-                f"row {self.index} has {self.tokens} tokens and the model positions for {positions}; "
+                f"row {self.index} has {self.tokens} tokens and the model has {positions} positions; "
                 "lower max_new_tokens or max_length"
             )
         return positions - self.tokens

@@ -349,7 +349,7 @@ def _obstacle(tensor: PlacedTensor, model: PreTrainedModel, orders: RowOrders, s
     if tuple(getattr(layer, parameter).shape) != tensor.shape_of_place:
         return "transformers reads their tensor in another shape"
     if tensor.shape[-1] % of_kind.inputs:
-        return f"their {tensor.shape[-1]} inputs are no multiple of {of_kind.inputs}, as blocks of {tensor.kind} are"
+        return f"their {tensor.shape[-1]} inputs are not a multiple of {of_kind.inputs}, as blocks of {tensor.kind} are"
     try:
         if not tensor.experts_part:
             orders.of(tensor.name, tensor.shape)

@@ -325,7 +325,7 @@ def _check_hub(model: str, files: tuple[str, ...]) -> None:
         reason = f"the Hugging Face Hub cannot be asked for it ({first_line(error).rstrip('.')})"
         if isinstance(error, RepositoryNotFoundError):
             reason = "there is no such model on the Hugging Face Hub, or it is private and the token does not open it"
-        message = f"model {model!r} is no folder here, and {reason}{_did_you_mean(model, files)}"
+        message = f"model {model!r} is not a folder here, and {reason}{_did_you_mean(model, files)}"
         raise UnsupportedModelError(message) from error
 
 

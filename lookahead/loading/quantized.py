@@ -128,7 +128,7 @@ def scale_of(embedding: nn.Embedding) -> float | None:
                 if not torch.equal(small(ids), rows * torch.tensor(scale).to(dtype)):
                     raise ValueError("its rows are not those of its weight times its scale")
     except Exception as error:  # of any class's own code
-        raise ValueError(f"{kind.__name__} is no scaled embedding: {error}") from error
+        raise ValueError(f"{kind.__name__} is not a scaled embedding: {error}") from error
     return scale
 
 

@@ -39,7 +39,7 @@ class ValidatedProposer(BatchProposer):
         lacking = [name for name in (*_METHODS, *_ATTRIBUTES) if not hasattr(proposer, name)]
         if lacking:
             raise ProposerError(
-                f"the factory {self._name} returned a {type(proposer).__name__}, which is no proposer: it has no "
+                f"the factory {self._name} returned a {type(proposer).__name__}, which is not a proposer: it has no "
                 f"{', '.join(lacking)}; derive it from lookahead.proposers.base.Proposer"
             )
         sources = proposer.sources
@@ -175,7 +175,7 @@ class ValidatedProposer(BatchProposer):
         if draws is None:
             return "without its draws, and acceptance is 'rejection'"
         if self._call.is_chain and (offer.parents[1:] != np.arange(size - 1)).any():
-            return "that is no chain, and the model verifies chains only"
+            return "that is not a chain, and the model verifies chains only"
         if offer.required < size:
             return f"that requires {offer.required} of its {size} nodes, and all drawn nodes must be required"
         distributions, origins = draws.distributions, draws.origins

@@ -161,4 +161,4 @@ def check_page(path: Path, option: str, command: str) -> None:
         with path.open("rb") as file:
             if _MARK.format(command).encode() in file.read(_MARK_WITHIN):
                 return
-    raise ConfigError(f"{option} {path} exists and is no page of {command}; name another file with --{option}")
+    raise ConfigError(f"{option} {path} exists and is not a page of {command}; name another file with --{option}")

@@ -208,7 +208,7 @@ class BeamLoop(PlainLoop):
         apart = apart or ("an indexer picks the keys it sees" if picks_keys(model) else "")
         if support.shape != "trees" or apart:
             reason = support.reason or apart
-            reason = f"the beams of {type(model).__name__} are no token tree: {reason}"
+            reason = f"the beams of {type(model).__name__} are not a token tree: {reason}"
             if self._is_refused:
                 raise UnsupportedModelError(
                     f"{reason}; leave out {self._config.demands} to search as transformers does"
