@@ -264,7 +264,7 @@ def test_a_prompt_comes_from_stdin_too(explain, plain) -> None:
     ("arguments", "content", "told"),
     [
         (["none.txt"], b"", "none.txt: No such file"),
-        (["bad.txt"], b"", "bad.txt holds no prompt"),
+        (["bad.txt"], b"", "bad.txt has no prompt"),
         (["bad.txt"], b"\xff\xfe\x00", "bad.txt: not UTF-16 text: byte 0x00 at byte offset 2"),
         (["bad.txt"], b"\x80", "bad.txt: not UTF-8 text"),
         (["prompt.txt", "--html", "none/page.html"], b"", "html must be a file in a folder that exists"),
