@@ -44,6 +44,7 @@ def norm(
     kind: int = ROUNDED,
     delta: Tensor | None = None,
     factor: float = 1.0,
+    scale: float = 1.0,
     total: Tensor | None = None,
     means: Tensor | None = None,
 ) -> Job:
@@ -59,13 +60,14 @@ def norm(
         kind: `ROUNDED`, `WIDE` or `PLUS_ONE`.
         delta: Like `x`; added to it first.
         factor: Of `delta`; the product is rounded.
+        scale: Of the rounded sum; the product is rounded, and normed.
         total: Like `x`; the sum `x + delta` is written to it.
         means: float32 `[rows]`; the mean squares are written to it.
     """
     tensors = x, delta, weight, total, out, means
     places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     size = x.shape[-1] if weight is None else weight.numel()
-    sizes = x.numel() // size, size, bits_of(eps), kind, bits_of(factor)
+    sizes = x.numel() // size, size, bits_of(eps), kind, bits_of(factor), bits_of(scale)
     return _ENTRIES[x.dtype], 1, (_NORM, *places, *sizes), tensors
 
 
@@ -202,9 +204,10 @@ def _mean_square(line, sums):
 @jit_part
 def _norm(address, kind):
     """Add the tensor at `delta_at`, unless it is 0, and norm the rows, unless `out_at` is 0."""
-    numbers = array_at(address, (11,), np.int64)
-    x_at, delta_at, weight_at, total_at, out_at, means_at, rows, size, bits, rounding, factor_bits = numbers
+    numbers = array_at(address, (12,), np.int64)
+    x_at, delta_at, weight_at, total_at, out_at, means_at, rows, size, bits, rounding, factor_bits, scale_bits = numbers
     count, eps, factor = rows * size, np.int32(bits).view(np.float32), np.int32(factor_bits).view(np.float32)
+    of_sum = np.int32(scale_bits).view(np.float32)
     x, out = _numbers_at(x_at, count, kind), _numbers_at(out_at, count, kind)
     weight, means = _numbers_at(weight_at, size, kind), array_at(means_at, (rows,), np.float32)
     delta, total = _numbers_at(delta_at, count, kind), _numbers_at(total_at, count, kind)
@@ -217,14 +220,15 @@ def _norm(address, kind):
         own = x[begin : begin + size]
         if delta_at:
             other, added = delta[begin : begin + size], total[begin : begin + size]
-            if factor == _F(1.0):
+            if factor == _F(1.0) and of_sum == _F(1.0):
                 for i in range(size):
                     added[i] = narrow(widen(own[i]) + widen(other[i]), added[i])
                     line[i] = widen(added[i])
             else:
                 for i in range(size):
                     scaled = narrow(widen(other[i]) * factor, added[i])
-                    added[i] = narrow(widen(own[i]) + widen(scaled), added[i])
+                    both = narrow(widen(own[i]) + widen(scaled), added[i])
+                    added[i] = narrow(widen(both) * of_sum, added[i])
                     line[i] = widen(added[i])
         else:
             for i in range(size):

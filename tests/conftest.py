@@ -295,3 +295,18 @@ def summarize(cli_folder: Path, model_folder: Path) -> Callable[..., Any]:
         return CliRunner().invoke(app, ["summarize", *arguments, *options], input=input)
 
     return run
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every pass that was one call."""
+    from lookahead.backend.cpu import pass_table
+
+    tokens, own = list[int](), pass_table.PassTable.run
+
+    def run(table: Any, hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        tokens.append(hidden.shape[1])
+        return own(table, hidden, *arguments)
+
+    monkeypatch.setattr(pass_table.PassTable, "run", run)
+    return tokens

@@ -122,14 +122,16 @@ def is_bare(module: nn.Module) -> bool:
     )
 
 
-def _is_plain_norm(module: Any) -> bool:
-    """Whether the kernel supports an RMSNorm."""
+def _is_plain_norm(module: Any, ones: Tensor | None = None) -> bool:
+    """Whether the kernel supports an RMSNorm; `ones` is the weight of one that has none."""
+    weight = module._parameters.get("weight", ones)
     return (
         is_bare(module)
-        and type(module.weight) is nn.Parameter
-        and module.weight.dtype in _DTYPES
-        and module.weight.device.type == "cpu"
-        and module.weight.is_contiguous()
+        and weight is not None
+        and type(weight) is (nn.Parameter if ones is None else Tensor)
+        and weight.dtype in _DTYPES
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
     )
 
 
@@ -171,7 +173,7 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
         if not (of_file and is_bare(part)) or (more and not is_norm):
             raise UndeclaredError(f"{names[id(part)]} is more than its class says")
     norm_weights = [norm.weight for norm in layer.norms]
-    if not all(map(_is_plain_norm, (norm.module for norm in layer.norms))):
+    if not all(_is_plain_norm(norm.module, norm.ones) for norm in layer.norms):
         raise UndeclaredError("a norm is hooked, or of an unsupported type")
     if len({weight.dtype for weight in norm_weights}) > 1:
         raise UndeclaredError("its norms have several types of numbers")
@@ -222,6 +224,9 @@ def _norm_forward(norm: Norm, x: Tensor) -> Tensor:
 
 def _layer_forward(layer: DeclaredLayer, *args: Any, **kwargs: Any) -> Any:
     """The layer's `forward`, fused for a few tokens on a thread that runs a pass."""
+    if layer.family.beside and len(args) > 1:
+        hidden, kwargs[layer.family.beside], *more = args
+        args = hidden, *more
     positions, cache = kwargs.get("position_embeddings"), kwargs.get(CACHE)
     has_positions = positions is not None or layer.rope is None
     # A cache under another name would be ignored.
@@ -233,22 +238,33 @@ def _layer_forward(layer: DeclaredLayer, *args: Any, **kwargs: Any) -> Any:
 class _CalledAttention:
     """Attention by the registered function, over the keys and values of a cache."""
 
-    def __init__(self, layer: DeclaredLayer, cache: Any, mask: Tensor | None, options: dict[str, Any]) -> None:
-        self._layer, self._cache, self._mask, self._options = layer, cache, mask, options
+    def __init__(
+        self, layer: DeclaredLayer, cache: Any, mask: Tensor | None, shared: Any, options: dict[str, Any]
+    ) -> None:
+        self._layer, self._cache, self._mask, self._shared, self._options = layer, cache, mask, shared, options
 
     def outputs(self, part: SelfAttention, jobs: LayerJobs) -> tuple[Tensor, Tensor]:
-        return jobs.take("key", part.key.outputs), jobs.take("value", part.value.outputs)
+        width = part.heads[1] * part.module.head_dim
+        return jobs.take("key", width), jobs.take("value", width)
 
-    def attend(self, part: SelfAttention, jobs: LayerJobs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, part: SelfAttention, jobs: LayerJobs, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> Tensor:
         jobs.run()
         module, (rows, tokens, size) = part.module, query.shape
-        query, key, value = (
-            numbers.view(rows, tokens, -1, module.head_dim).transpose(1, 2) for numbers in (query, key, value)
+        query, *pair = (
+            numbers.view(rows, tokens, -1, module.head_dim).transpose(1, 2)
+            for numbers in (query, key, value)
+            if numbers is not None
         )
-        if self._cache is not None:
-            key, value = self._cache.update(key, value, module.layer_idx)
+        if part.source is not None:
+            pair = self._shared[part.shared]
+        elif self._cache is not None:
+            pair = self._cache.update(*pair, module.layer_idx)
+        if part.shared:
+            self._shared[part.shared] = tuple(pair)
         by_model = registered_attention(module.config, self._layer.eager)
-        attended: Tensor = by_model(module, query, key, value, self._mask, **part.options, **self._options)[0]
+        attended: Tensor = by_model(module, query, *pair, self._mask, **part.options, **self._options)[0]
         return attended.contiguous().view(rows, tokens, size)
 
     def recur(self, part: Recurrence, jobs: LayerJobs, x: Tensor) -> Tensor:
@@ -263,9 +279,11 @@ def _fused(
     hidden: Tensor,
     position_embeddings: Positions | None = None,
     attention_mask: Tensor | None = None,
+    shared_kv_states: Any = None,
     **kwargs: Any,
 ) -> Tensor:
     """A decoder layer, `[rows, tokens, size]`. Consecutive kernels run in one call."""
+    beside = kwargs.pop(layer.family.beside, None)
     linears, (rows, tokens, _), cache = layer.linears, hidden.shape, kwargs.pop(CACHE, None)
     weights = packed_weights(linears, hidden, layer.known)
     rope = layer.rope
@@ -275,7 +293,7 @@ def _fused(
         positions = {rope.kind: (cos, sin)}
     by_linear = dict(zip(map(id, linears), weights, strict=True)) if weights else {}
     prepared = prepared_rows(weights, rows * tokens) if weights else None
-    attend = _CalledAttention(layer, cache, attention_mask, kwargs)
+    attend = _CalledAttention(layer, cache, attention_mask, shared_kv_states, kwargs)
     jobs = LayerJobs(
         lambda name, size: hidden.new_empty(rows, tokens, size),
         by_linear,
@@ -284,6 +302,7 @@ def _fused(
         attend,
         partial(_routing, rows * tokens, hidden),
     )
+    jobs.beside = None if beside is None else beside.contiguous()
     if layer.experts and serves(hidden.dtype, mode := thread.running):
         jobs.mixture = layer.mixture(packs=layer.packs_experts(mode))
     total, _ = jobs.normed(None, jobs.layer(layer.residuals, HiddenSum(hidden)), "")

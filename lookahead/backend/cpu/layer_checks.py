@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lookahead.errors import with_place
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
 from lookahead.model.facts import experts_name
-from lookahead.model.families.operations import ClampedGlu, Experts, Product
+from lookahead.model.families.operations import ClampedGlu, Experts, Mlp, Product
 from lookahead.model.known_code import arithmetic_flags
 
 Fused = Callable[..., Tensor]
@@ -35,9 +36,11 @@ def is_right(layer: DeclaredLayer, code: int, fused: Fused) -> bool:
     rope, attention = layer.rope, layer.attention
     kind = (
         type(layer.module), code, arithmetic_flags(), layer.norms[0].weight.dtype, torch.get_num_threads(),
-        attention and (attention.module.head_dim, attention.norms_last, attention.has_gate), rope and rope[1:],
+        attention and (attention.module.head_dim, *attention.heads, attention.norms_last, attention.has_gate),
+        attention and len(attention.inputs),
+        rope and rope[1:],
         *((norm.weight.shape, norm.eps, norm.kind) for norm in layer.norms),
-        *(residual.factor for residual in layer.residuals),
+        *((residual.factor, residual.scaled is None) for residual in layer.residuals),
         *(
             (type(linear), type(weight), weight.dtype, weight.shape, getattr(parameters.get("bias"), "dtype", None))
             for linear in layer.linears
@@ -92,10 +95,16 @@ def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
         # By its own code a mixture has other bits for several rows than for one.
         first = (slice(1), slice(1)) if layer.experts else (slice(2), slice(3))
         some, cos, sin = (tensor[first].contiguous() for tensor in (x, *places))
-        own = type(layer.module).forward(layer.module, some, position_embeddings=(cos, sin))
-        pairs.append((own, fused(layer, some, (cos, sin))))
+        more = _more_inputs(layer, source, some)
+        own = type(layer.module).forward(layer.module, some, position_embeddings=(cos, sin), **more())
+        pairs.append((own, fused(layer, some, (cos, sin), **more())))
         if rope is not None:
-            rotated = rotate(query, key, *places, unsqueeze_dim=2)
+            is_single = "x" in signature(rotate).parameters  # it rotates queries, and then keys
+            rotated = (
+                [rotate(heads, *places, unsqueeze_dim=2) for heads in (query, key)]
+                if is_single
+                else rotate(query, key, *places, unsqueeze_dim=2)
+            )
             run(layer_ops.rotation(query, key, *places, dim, rope.size, are_neighbours=rope.are_neighbours))
             pairs += zip(rotated, (query, key), strict=True)
         for norm in layer.norms:
@@ -110,6 +119,19 @@ def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
         kinds = {type(activation) for activation in layer.activations if isinstance(activation, nn.Module)}
         return all(torch.equal(*pair) for pair in pairs) and all(map(keeps_activation, kinds))  # type: ignore[arg-type]
     return all(bool((own - ours).abs().max() <= _TOLERANCE * own.abs().max()) for own, ours in pairs)
+
+
+def _more_inputs(layer: DeclaredLayer, source: torch.Generator, x: Tensor) -> Callable[[], dict[str, Any]]:
+    """What a layer takes besides hidden states and positions: keys and values of others, and a second input."""
+    part, more, shared = layer.attention, dict[str, Any](), dict[str, tuple[Tensor, ...]]()
+    rows, tokens = x.shape[:2]
+    if part is not None and part.shared:
+        shape = rows, part.heads[1], tokens, part.module.head_dim
+        shared[part.shared] = tuple(_random(source, *shape).to(x.dtype) for _ in range(2))
+    sizes = [one.mixer.gate.outputs for one in layer.residuals if isinstance(one.mixer, Mlp) and one.mixer.is_beside]
+    if sizes:
+        more[layer.family.beside] = _random(source, rows, tokens, *sizes).to(x.dtype)
+    return lambda: {**more, **({"shared_kv_states": dict(shared)} if shared else {})}
 
 
 def _mixed(layer: DeclaredLayer, source: torch.Generator) -> list[tuple[Tensor, Tensor]]:

@@ -125,14 +125,16 @@ class Attend(Protocol):
     def outputs(self, part: SelfAttention, jobs: LayerJobs) -> tuple[Tensor, Tensor]:
         """Tensors for keys and values, `[rows, tokens, kv_heads * dim]`; `jobs` makes the buffers of `part`."""
 
-    def attend(self, part: SelfAttention, jobs: LayerJobs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, part: SelfAttention, jobs: LayerJobs, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> Tensor:
         """What queries attend to.
 
         Args:
             part: The attention.
             jobs: The jobs, to which it may add.
             query: `[rows, tokens, heads * dim]`.
-            key: `[rows, tokens, kv_heads * dim]`.
+            key: `[rows, tokens, kv_heads * dim]`; None if another layer has it.
             value: Like `key`.
 
         Returns:
@@ -144,11 +146,12 @@ class Attend(Protocol):
 
 
 class HiddenSum(NamedTuple):
-    """The hidden states between two operations: `total + factor * delta`."""
+    """The hidden states between two operations: `scale * (total + factor * delta)`."""
 
     total: Tensor
     delta: Tensor | None = None
     factor: float = 1.0
+    scale: float = 1.0
 
 
 class LayerJobs:
@@ -177,6 +180,7 @@ class LayerJobs:
         self._weights, self._prepared, self._positions, self._attend = weights, prepared, positions, attend
         self._routing = routing
         self.mixture: MixtureWeights | None = None  # of the layer; None calls its mixture as a module
+        self.beside: Tensor | None = None  # the second input of the layer, contiguous
         self._turn = 0  # sums are written to two buffers in turn
 
     def pause(self, then: Callable[[int], None], tokens: int) -> None:
@@ -199,14 +203,14 @@ class LayerJobs:
                 normed = self.take("after", out.shape[-1])
                 self._norm(part.after, out, normed)
                 out = normed
-            stream = HiddenSum(total, out, part.factor)
+            stream = HiddenSum(total, out, part.factor, part.scale)
         return stream
 
     def normed(
         self, norm: Norm | None, stream: HiddenSum, out: str | Tensor, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The sum of a stream, and its norm in the buffer `out`; without a norm the sum twice."""
-        total, delta, factor = stream
+        total, delta, factor, scale = stream
         target = None
         if norm is not None:
             target = out if isinstance(out, Tensor) else self.take(out, total.shape[-1])
@@ -216,7 +220,7 @@ class LayerJobs:
             return total, total if target is None else target
         self._turn = 1 - self._turn
         added = self.take(f"total {self._turn}", total.shape[-1]) if into is None else into
-        self._norm(norm, total, target, delta=delta, factor=factor, total=added)
+        self._norm(norm, total, target, delta=delta, factor=factor, scale=scale, total=added)
         return added, added if target is None else target
 
     def _norm(self, norm: Norm | None, x: Tensor, out: Tensor | None, **added: Any) -> None:
@@ -268,9 +272,7 @@ class LayerJobs:
         return out
 
     def _attended(self, part: SelfAttention, x: Tensor) -> Tensor:
-        query = self.take("query", part.query.outputs)
-        key, value = self._attend.outputs(part, self)
-        query, key, value = self.products(part.products[:3], x, (query, key, value))
+        query, key, value = self._projected(part, x)
         gate = None
         if part.has_gate:
             dim, both = part.module.head_dim, query
@@ -278,13 +280,13 @@ class LayerJobs:
             for at, copy in enumerate((query, gate)):
                 self.jobs.append(layer_ops.copying(both.view(-1, 2 * dim)[:, at * dim : (at + 1) * dim], copy))
         if not part.norms_last:
-            self._norm_heads(part, query, key)
+            self._norm_heads(part, query, key, value)
         if part.rope is not None:
             cos, sin, dim, turned = *self._positions[part.rope.kind], part.module.head_dim, part.rope.size
-            pairs = {"are_neighbours": part.rope.are_neighbours}
-            self.jobs.append(layer_ops.rotation(query, key, cos, sin, dim, turned, **pairs))
+            pairs, keys = {"are_neighbours": part.rope.are_neighbours}, query[..., :0] if key is None else key
+            self.jobs.append(layer_ops.rotation(query, keys, cos, sin, dim, turned, **pairs))
         if part.norms_last:
-            self._norm_heads(part, query, key)
+            self._norm_heads(part, query, key, value)
         attended = self._attend.attend(part, self, query, key, value)
         if gate is not None:
             self.jobs.append(layer_ops.gating(gate, attended, *activation_of(_SIGMOID, gate.dtype)))
@@ -292,15 +294,29 @@ class LayerJobs:
         (out,) = self.products([part.output], attended, [self.take("change", part.output.outputs)])
         return out
 
-    def _norm_heads(self, part: SelfAttention, query: Tensor, key: Tensor) -> None:
-        for heads, norm in zip((query, key), part.norms, strict=False):
-            self._norm(norm, heads, heads)
+    def _projected(self, part: SelfAttention, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries, and keys and values if it has its own."""
+        query = self.take("query", part.query.outputs)
+        if part.key is None:
+            return self.products(part.inputs, x, [query])[0], None, None
+        key, value = self._attend.outputs(part, self)
+        if part.value is not None:
+            query, key, value = self.products(part.inputs, x, (query, key, value))
+            return query, key, value
+        query, key = self.products(part.inputs, x, (query, key))
+        self.jobs.append(layer_ops.copying(key.view(-1, key.shape[-1]), value))
+        return query, key, value
+
+    def _norm_heads(self, part: SelfAttention, *all_heads: Tensor | None) -> None:
+        for heads, norm in zip(all_heads, part.norms, strict=False):
+            if heads is not None:
+                self._norm(norm, heads, heads)
 
     def _fed(self, part: Mlp, x: Tensor, into: str = "change") -> Tensor:
         inner = [inner for inner in (part.gate, part.up) if inner is not None]
         gate, *up = self.products(inner, x, [self.take(f"inner {at}", each.outputs) for at, each in enumerate(inner)])
         kind, table = activation_of(part.activation, gate.dtype)
-        self.jobs.append(layer_ops.gating(gate, up[0] if up else None, kind, table))
+        self.jobs.append(layer_ops.gating(gate, up[0] if up else self.beside if part.is_beside else None, kind, table))
         (out,) = self.products([part.down], gate, [self.take(into, part.down.outputs)])
         return out
 

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead.backend.cpu.layer_jobs import DeclaredLayer, HiddenSum, LayerJobs, Positions
+from lookahead.backend.cpu.layer_jobs import HiddenSum, LayerJobs, Positions
+from lookahead.backend.cpu.pass_parts import PassParts, Watched
 from lookahead.backend.cpu.routing import Routing
-from lookahead.backend.cpu.tree_mixers import TreeMixer
 from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import row_attention
@@ -25,31 +25,15 @@ from lookahead.kernels.attention_rows import MAX_SHARING
 from lookahead.kernels.jobs import Job, lead_jobs, leader, table_of
 from lookahead.kernels.layer_ops import storing
 from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
-from lookahead.kernels.row_attention import AttentionLimits
 from lookahead.kernels.team import team_of
 from lookahead.model.cache import TreeCache
-from lookahead.model.families.operations import Experts, Norm, Recurrence, SelfAttention
+from lookahead.model.families.operations import Experts, Recurrence, SelfAttention
 from lookahead.model.kv_origins import Origin, sharing_groups
 from lookahead.model.state_layers import States
 from lookahead.utils.addresses import KeepsAddresses
 
 MAX_TABLE_NODES = DEFAULT_NODES + 1  # of one tree, its root included
 MAX_BATCH_NODES = 256  # of all trees of a pass over several rows
-
-
-class PassParts(NamedTuple):
-    """The modules of a model whose passes run as one call."""
-
-    layers: list[DeclaredLayer]
-    norm: Norm  # after the last layer
-    head: Any  # the output layer; None if it is called as a module
-    limits: list[AttentionLimits]  # of the attention of each layer
-    mixers: Mapping[Any, TreeMixer] = {}
-
-    @property
-    def linears(self) -> list[Any]:
-        """The linear layers of all layers."""
-        return [linear for layer in self.layers for linear in layer.linears]
 
 
 class Recurring(NamedTuple):
@@ -99,7 +83,7 @@ class PassTable(KeepsAddresses):
         packs_experts: bool = False,
     ) -> None:
         self._packs_experts = packs_experts
-        self._watched = _Watched.of(parts)
+        self._watched = Watched.of(parts)
         self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
         attentions = [layer.attention for layer in parts.layers if layer.attention]
         self.query_size = max(part.width for part in attentions)  # elements of a node's queries
@@ -134,9 +118,10 @@ class PassTable(KeepsAddresses):
         self._sharing_step = row_attention.sharing_step(hidden.dtype)
         self._threads = torch.get_num_threads()
         self._recurring: Recurring | None = None  # of the running pass
-        for at in (at for at, layer in enumerate(parts.layers) if layer.attention):
+        for at in parts.slotted:
             cache.is_ready(at)  # allocates the slots
-        self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), _settings_of(self._watched)
+        self._beside = hidden.new_empty(len(parts.layers), self.most, parts.beside)
+        self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), self._watched.settings
         written = hidden.new_empty(2)  # two addresses, to see which numbers depend on the output's address
         step = written[1:].data_ptr() - written.data_ptr()
         one, two, later, moved = (
@@ -157,7 +142,7 @@ class PassTable(KeepsAddresses):
             and parts.head is self._parts.head
             and self._threads == torch.get_num_threads()
             and self._allocated == (self._slots.capacity, self._slots.allocations)
-            and self._settings == _settings_of(self._watched)
+            and self._settings == self._watched.settings
         )
 
     def takes(self, positions: Mapping[str, Positions]) -> bool:
@@ -176,6 +161,7 @@ class PassTable(KeepsAddresses):
         starts: Sequence[int],
         scored: Sequence[int],
         recurring: Recurring,
+        beside: Tensor | None,
         threads: int,
     ) -> Tensor:
         """Run a pass.
@@ -187,6 +173,7 @@ class PassTable(KeepsAddresses):
             starts: The slots of their roots.
             scored: How many first nodes of each tree are not in the pass.
             recurring: What recurrent layers need.
+            beside: The second inputs of the layers, `[1, tokens, layers, size]`, if they have any.
             threads: Threads that share the jobs, at most torch's number of threads.
 
         Returns:
@@ -194,6 +181,8 @@ class PassTable(KeepsAddresses):
         """
         tokens = hidden.shape[1]
         self._hidden[:, :tokens] = hidden
+        if beside is not None:
+            self._beside[:, :tokens] = beside[0].transpose(0, 1)
         for kind, pair in self._positions.items():
             for held, angles in zip(pair, positions[kind], strict=True):
                 held[:, :tokens] = angles
@@ -264,6 +253,7 @@ class PassTable(KeepsAddresses):
         stream = HiddenSum(self._hidden[:, :tokens])
         for at, layer in enumerate(self._parts.layers):
             attend.at, jobs.mixture = at, layer.mixture(packs=self._packs_experts)
+            jobs.beside = self._beside[at : at + 1, :tokens]
             stream = jobs.layer(layer.residuals, stream, kept.get(at))
         normed: Tensor | str = kept.get(len(self._parts.layers), "normed") if self._of_head else written
         _, last = jobs.normed(self._parts.norm, stream, normed)
@@ -334,14 +324,18 @@ class _TableAttention:
 
     def outputs(self, part: SelfAttention, jobs: LayerJobs) -> tuple[Tensor, Tensor]:
         if self._table.rows > 1:
-            return jobs.take("key", part.key.outputs), jobs.take("value", part.value.outputs)
+            width = part.heads[1] * part.module.head_dim
+            return jobs.take("key", width), jobs.take("value", width)
         layer = self._cache.layers[self.at]
         key, value = (slots[:1].narrow(1, self._slot, self._tokens) for slots in (layer.keys, layer.values))
         return key.flatten(2), value.flatten(2)
 
-    def attend(self, part: SelfAttention, jobs: LayerJobs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        layer, attended = self._cache.layers[self.at], jobs.take("attended", part.width)
-        if self._table.rows > 1:
+    def attend(
+        self, part: SelfAttention, jobs: LayerJobs, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> Tensor:
+        layer = self._cache.layers[self.at if part.source is None else part.source]
+        attended = jobs.take("attended", part.width)
+        if self._table.rows > 1 and key is not None and value is not None:
             jobs.jobs.append(storing(key, value, layer.keys, layer.values, self._table.places))
         shape = 1, self._tokens, -1, part.module.head_dim
         tensors = query.view(shape), layer.keys, layer.values, attended.view(shape)
@@ -356,41 +350,6 @@ class _TableAttention:
             for name, size in (("recurred", part.output.module.in_features), ("change", part.output.outputs))
         )
         return jobs.products([part.output], recurred, [out])[0]
-
-
-class _Watched(NamedTuple):
-    """What a table holds and users may change: addresses of norms, biases and experts, epsilons and scales."""
-
-    tensors: list[tuple[Any, str]]  # dictionaries of parameters, and their keys
-    contents: list[tuple[Any, str]]  # likewise, of those whose values are copied
-    numbers: list[tuple[Any, str]]  # modules, and their attributes
-
-    @classmethod
-    def of(cls, parts: PassParts) -> _Watched:
-        """What to watch of the modules of a pass."""
-        norms = [parts.norm, *(norm for layer in parts.layers for norm in layer.norms)]
-        linears = [*parts.linears, *([parts.head] if parts.head else [])]
-        mixtures = [layer.experts for layer in parts.layers if layer.experts]
-        tensors = [(norm.module._parameters, "weight") for norm in norms]
-        tensors += [(linear._parameters, "bias") for linear in linears]
-        held = [part._parameters for mixture in mixtures for part in (mixture.router, mixture.experts)]
-        tensors += [(parameters, name) for parameters in held for name in parameters if name.endswith("bias")]
-        contents = [(mixture.router._parameters, "weight") for mixture in mixtures]
-        contents += [(mixture.experts._parameters, name) for mixture in mixtures for name in mixture.names]
-        numbers = [(norm.module, norm.epsilon) for norm in norms]
-        numbers += [(layer.attention.module, "scaling") for layer in parts.layers if layer.attention]
-        return cls([*tensors, *contents], contents, numbers)
-
-
-def _settings_of(watched: _Watched) -> list[float]:
-    """The addresses, versions and numbers of what a table watches."""
-    tensors = [held[name] for held, name in watched.tensors]
-    copied = [held[name] for held, name in watched.contents]
-    return [
-        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-        *(0 if tensor.is_inference() else tensor._version for tensor in copied),
-        *(getattr(module, name) for module, name in watched.numbers),
-    ]
 
 
 def _are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:

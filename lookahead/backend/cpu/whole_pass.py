@@ -23,7 +23,8 @@ from lookahead.backend.cpu.exact_attention import has_bits, has_bits_behind_wind
 from lookahead.backend.cpu.fused_layers import FusedLayers, is_bare, name_of
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
-from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassParts, PassTable, Recurring
+from lookahead.backend.cpu.pass_parts import PassParts
+from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassTable, Recurring
 from lookahead.backend.cpu.routing import serves
 from lookahead.backend.cpu.tree_mixers import TreeMixer
 from lookahead.backend.pass_attention import span_of
@@ -88,7 +89,8 @@ class WholePass:
         self._windows = {limits.window for limits in parts.limits}
         self._ropes = list(dict.fromkeys(rope.kind for layer in parts.layers if (rope := layer.rope)))
         attentions = [layer.attention for layer in parts.layers if layer.attention]
-        self._slots_at = next(at for at, layer in enumerate(parts.layers) if layer.attention)
+        self._slots_at = parts.slotted
+        self._stateful = 1 + max(at for at, layer in enumerate(parts.layers) if at in parts.slotted or layer.recurrence)
         self._has_bits = parts.norm.weight.dtype == torch.bfloat16 and all(map(_has_bits, attentions))
         self._has_bits_behind_windows = self._has_bits and all(map(_has_bits_behind_windows, attentions))
         # A streamer or a stopping criterion may change these between two passes of a call.
@@ -127,8 +129,10 @@ class WholePass:
         kind = self, len(of_head), places, rows, torch.get_num_threads(), packs_experts  # a draft may share the cache
         table = cache.tables.get(kind)
         if table is None or not table.serves(parts, weights, of_head):
-            slots = cache.layers[self._slots_at]
-            if slots.keys.dtype != like.dtype or not row_attention.is_supported(slots.keys, slots.keys, slots.values):
+            slots = [cache.layers[at] for at in self._slots_at]
+            if any(one.keys.dtype != like.dtype for one in slots):
+                return None
+            if not all(row_attention.is_supported(one.keys, one.keys, one.values) for one in slots):
                 return None
             table = cache.tables[kind] = PassTable(
                 parts, weights, of_head, cache, like, rows, places, packs_experts=packs_experts
@@ -153,12 +157,16 @@ class WholePass:
             positions = {
                 kind: rotary(hidden, at, kind) if kind else rotary(hidden, position_ids=at) for kind in self._ropes
             }
-            if not table.takes(positions):
+            beside = None
+            if self._family.beside and parts.beside:
+                beside = self._decoder.get_per_layer_inputs(tokens, hidden)
+                beside = self._decoder.project_per_layer_inputs(hidden, beside)
+            if not table.takes(positions) or (beside is not None and beside.dtype != like.dtype):
                 return None
         recurring = self._recurring(cache, counts)
         if recurring is None:
             return None
-        run = partial(table.run, hidden, positions, trees, starts, scored, recurring)
+        run = partial(table.run, hidden, positions, trees, starts, scored, recurring, beside)
         if most not in self._threads:
             self._threads[most] = fastest_number(run, most)
             thread.is_cold = most > 1
@@ -210,8 +218,9 @@ class WholePass:
         forwards = [vars(module).get("forward") for module in (model, *self._inner)]
         return (
             slots.capacity >= _FEWEST_SLOTS
-            and decoder.config.num_hidden_layers == len(cache.layers) == len(decoder.layers) == len(parts.layers)
-            and cache.is_ready(self._slots_at)
+            and decoder.config.num_hidden_layers == len(decoder.layers) == len(parts.layers)
+            and self._stateful <= len(cache.layers) <= len(parts.layers)
+            and all(map(cache.is_ready, self._slots_at))
             and not (parts.mixers and (any(tree_pass.firsts) or cache.levels is None))
             and all(map(is_, decoder.layers._modules.values(), self._layers))
             and getattr(decoder, self._family.last_norm) is parts.norm.module
@@ -257,18 +266,13 @@ def _padded(flat: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
 
 def _has_bits(part: SelfAttention) -> bool:
     """Whether the kernel has the bits of a layer's own attention."""
-    module, (heads, kv_heads) = part.module, _heads_of(part)
-    return has_bits(own_attention(module, real_config(module.config)), heads, kv_heads, module.head_dim)
+    module = part.module
+    return has_bits(own_attention(module, real_config(module.config)), *part.heads, module.head_dim)
 
 
 def _has_bits_behind_windows(part: SelfAttention) -> bool:
-    heads, kv_heads = _heads_of(part)
+    heads, kv_heads = part.heads
     return has_bits_behind_windows(part.module.head_dim, heads // kv_heads, arithmetic_flags())
-
-
-def _heads_of(part: SelfAttention) -> tuple[int, int]:
-    """The heads of queries, and of keys and values."""
-    return part.width // part.module.head_dim, part.key.outputs // part.module.head_dim
 
 
 def _limits_of(layer: DeclaredLayer) -> AttentionLimits | str:
@@ -307,9 +311,7 @@ def whole_pass(
     if not layers:
         return "no layer is fused"
     dtypes = {layer.norms[0].weight.dtype for layer in layers}
-    parts = [(layer.module, layer.attention) for layer in layers if layer.attention]
-    kinds = {(type(module), part.module.head_dim, part.key.outputs) for module, part in parts}
-    indices = [layer.index for layer in layers]
+    kinds, indices = {type(layer.module) for layer in layers}, [layer.index for layer in layers]
     if len(kinds) + len(dtypes) != 2 or indices != list(range(len(layers))):
         return "its layers are not alike"
     recurrent = {layer.recurrence.module for layer in layers if layer.recurrence}

@@ -11,7 +11,7 @@ FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *gemma.FAMILIES, *olmo.FAMILIES, *phi.FAMILIES, *mixtures.FAMILIES,
     *glm.FAMILIES, *granite.FAMILIES, *hybrid.FAMILIES,
 )  # fmt: skip
-_BY_LAYER = {(family.file, f"{family.name}DecoderLayer"): family for family in FAMILIES}
+_BY_LAYER = {(family.file, f"{family.name}{family.kind}"): family for family in FAMILIES}
 
 
 def family_of(layer: Any) -> Family | None:

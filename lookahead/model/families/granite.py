@@ -8,18 +8,8 @@ from typing import Any
 import torch
 
 from lookahead.model.families.mixtures import softmax_of_largest
-from lookahead.model.families.operations import (
-    Experts,
-    Family,
-    Mlp,
-    Norm,
-    Residual,
-    SelfAttention,
-    UndeclaredError,
-    attention,
-    gated,
-    gated_at_once,
-)
+from lookahead.model.families.modules import attention, gated, gated_at_once
+from lookahead.model.families.operations import Experts, Family, Mlp, Norm, Residual, SelfAttention, UndeclaredError
 
 
 def _layer(layer: Any, attended: SelfAttention, feeding: Mlp | Experts) -> tuple[Residual, ...]:

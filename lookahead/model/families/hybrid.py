@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from lookahead.model.families.mixtures import shared_mixture
+from lookahead.model.families.modules import attention, gated, recurrence, whole
 from lookahead.model.families.operations import (
     PLUS_ONE,
     Experts,
@@ -17,10 +18,6 @@ from lookahead.model.families.operations import (
     Residual,
     Rope,
     SelfAttention,
-    attention,
-    gated,
-    recurrence,
-    whole,
 )
 
 _SILU = nn.SiLU()

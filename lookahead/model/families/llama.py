@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.model.families.operations import Family, Norm, Residual, SelfAttention, attention, gated
+from lookahead.model.families.modules import attention, gated
+from lookahead.model.families.operations import Family, Norm, Residual, SelfAttention
 
 
 def _layer(layer: Any, attended: SelfAttention) -> tuple[Residual, ...]:

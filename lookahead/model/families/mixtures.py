@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lookahead.model.families.modules import attention, gated
 from lookahead.model.families.operations import (
     WIDE,
     ClampedGlu,
@@ -20,8 +21,6 @@ from lookahead.model.families.operations import (
     Rope,
     SelfAttention,
     UndeclaredError,
-    attention,
-    gated,
 )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.model.families.operations import WIDE, Family, Norm, Residual, Rope, attention, gated
+from lookahead.model.families.modules import attention, gated
+from lookahead.model.families.operations import WIDE, Family, Norm, Residual, Rope
 
 
 def _norm(module: Any) -> Norm:

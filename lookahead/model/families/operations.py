@@ -28,16 +28,18 @@ class Norm(NamedTuple):
         module: It has the `weight`.
         kind: `ROUNDED`, `WIDE` or `PLUS_ONE` of `lookahead.kernels.layer_ops`.
         epsilon: The name of its epsilon.
+        ones: The weight of a module without one.
     """
 
     module: Any
     kind: int = ROUNDED
     epsilon: str = "variance_epsilon"
+    ones: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
         """`[size]`."""
-        weight: Tensor = self.module._parameters["weight"]
+        weight: Tensor = self.module._parameters["weight"] if self.ones is None else self.ones
         return weight
 
     @property
@@ -84,27 +86,31 @@ class SelfAttention(NamedTuple):
     Attributes:
         module: The attention layer.
         query: The product of the queries.
-        key: The product of the keys.
-        value: The product of the values.
+        key: The product of the keys; None if they are another layer's.
+        value: The product of the values; None if they are the keys before their norm, or another layer's.
         output: The product of what was attended to.
         options: What the layer passes to the registered attention function.
         rope: The rotary embedding; None for none.
-        norms: Of queries and keys, whole or by head; may be empty.
+        norms: Of queries, keys and values, whole or by head; may be empty.
         norms_last: Whether norms come after the rotary embedding.
         has_gate: Whether the first product has a query of each head and then its gate, whose sigmoid is the factor of
             what the head attended to.
+        source: The layer whose keys and values it reads; None for its own.
+        shared: The name under which layers share keys and values; empty if this one neither reads nor lends any.
     """
 
     module: Any
     query: Product
-    key: Product
-    value: Product
+    key: Product | None
+    value: Product | None
     output: Product
     options: dict[str, Any]
     rope: Rope | None
     norms: tuple[Norm, ...] = ()
     norms_last: bool = False
     has_gate: bool = False
+    source: int | None = None
+    shared: str = ""
 
     @property
     def width(self) -> int:
@@ -112,9 +118,20 @@ class SelfAttention(NamedTuple):
         return self.query.outputs // (2 if self.has_gate else 1)
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """The heads of queries, and of keys and values."""
+        heads, dim = self.width // self.module.head_dim, self.module.head_dim
+        return heads, heads // self.module.num_key_value_groups if self.key is None else self.key.outputs // dim
+
+    @property
+    def inputs(self) -> tuple[Product, ...]:
+        """The products of its input."""
+        return tuple(part for part in (self.query, self.key, self.value) if part is not None)
+
+    @property
     def products(self) -> tuple[Product, ...]:
         """All products."""
-        return self.query, self.key, self.value, self.output
+        return *self.inputs, self.output
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -131,6 +148,7 @@ class Mlp(NamedTuple):
         up: The product of their factors; None for a plain MLP.
         down: The product of the result.
         activation: The module of the activation.
+        is_beside: Whether the layer's second input takes the place of `up(x)`.
     """
 
     module: Any
@@ -139,6 +157,7 @@ class Mlp(NamedTuple):
     down: Product
     activation: Any
     norms: tuple[Norm, ...] = ()
+    is_beside: bool = False
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -262,12 +281,26 @@ Mixer = SelfAttention | Mlp | Experts | Recurrence
 
 
 class Residual(NamedTuple):
-    """`hidden + factor * after(mixer(before(hidden)))`."""
+    """`scale * (hidden + factor * after(mixer(before(hidden))))`.
+
+    Attributes:
+        mixer: The operation.
+        before: A norm, or None.
+        after: A norm, or None.
+        factor: Of the result.
+        scaled: The buffers that have the scale, `[1]`, and its name in them; None for 1.
+    """
 
     mixer: Mixer
     before: Norm | None
     after: Norm | None = None
     factor: float = 1.0
+    scaled: tuple[dict[str, Any], str] | None = None
+
+    @property
+    def scale(self) -> float:
+        """The factor of the sum."""
+        return 1.0 if self.scaled is None else float(self.scaled[0][self.scaled[1]])
 
     @property
     def norms(self) -> Iterator[Norm]:
@@ -284,6 +317,8 @@ class Family(NamedTuple):
         layer: Declares a decoder layer.
         norm: Declares the norm after the last layer.
         text: The rest of the class name of its decoder.
+        kind: The rest of the class name of its decoder layers.
+        beside: The name of the second input of its layers; empty for none.
         last_norm: The name of the norm after the last layer.
         embedding_factor: The name in the configuration of the factor of embeddings; empty for none.
         logits_divisor: Likewise, of the divisor of logits.
@@ -295,6 +330,8 @@ class Family(NamedTuple):
     layer: Callable[[Any], tuple[Residual, ...]]
     norm: Callable[[Any], Norm] = Norm
     text: str = "Model"
+    kind: str = "DecoderLayer"
+    beside: str = ""
     last_norm: str = "norm"
     embedding_factor: str = ""
     logits_divisor: str = ""
@@ -304,63 +341,3 @@ class Family(NamedTuple):
     def file(self) -> str:
         """The module in which transformers defines it."""
         return f"transformers.models.{self.module}.modeling_{self.module}"
-
-
-def whole(linear: Any) -> Product:
-    """The product with all outputs of a linear layer."""
-    return Product(linear, 0, linear.out_features)
-
-
-def split(linear: Any, *outputs: int) -> tuple[Product, ...]:
-    """The products with consecutive outputs of a linear layer."""
-    firsts = [sum(outputs[:at]) for at in range(len(outputs))]
-    if sum(outputs) != linear.out_features:
-        raise UndeclaredError(f"{linear.out_features} outputs are not {' + '.join(map(str, outputs))}")
-    return tuple(Product(linear, *place) for place in zip(firsts, outputs, strict=True))
-
-
-def attention(
-    module: Any, norms: tuple[Norm, ...] = (), rope: Rope | None = None, output: str = "o_proj", **options: Any
-) -> SelfAttention:
-    """Attention with a linear layer each for queries, keys, values and the output.
-
-    Args:
-        module: The attention layer, with `q_proj`, `k_proj`, `v_proj`, `head_dim` and `scaling`.
-        norms: Norms of queries and keys.
-        rope: The rotary embedding; of whole heads if None.
-        output: The name of the linear layer of the output.
-        **options: What it passes to the registered attention function, besides `dropout` and `scaling`.
-    """
-    query, key, value, last = (whole(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj", output))
-    options = {"dropout": 0.0, "scaling": module.scaling, **options}
-    return SelfAttention(module, query, key, value, last, options, rope or Rope("", module.head_dim), norms)
-
-
-def recurrence(
-    module: Any, inputs: tuple[str, ...], gates: tuple[str, ...], output: str, cache: str, inner: tuple[str, ...]
-) -> Recurrence:
-    """A mixer with states, by the names of its submodules; its attributes may be replaced during a call.
-
-    Args:
-        module: The mixer.
-        inputs: Linear layers of its input.
-        gates: Those with few outputs.
-        output: The linear layer of its output.
-        cache: See `Recurrence`.
-        inner: Other submodules.
-    """
-    own = module._modules
-    products = tuple(whole(own[name]) for name in inputs)
-    few, others = (tuple(own[name] for name in names) for names in (gates, inner))
-    return Recurrence(module, products, few, whole(own[output]), cache, others)
-
-
-def gated(module: Any) -> Mlp:
-    """An MLP with `gate_proj`, `up_proj`, `down_proj` and `act_fn`."""
-    return Mlp(module, whole(module.gate_proj), whole(module.up_proj), whole(module.down_proj), module.act_fn)
-
-
-def gated_at_once(module: Any, both: Any, down: Any, activation: Any) -> Mlp:
-    """An MLP whose linear layer `both` has the outputs of the gate, and then those of its factor."""
-    gate, up = split(both, down.in_features, down.in_features)
-    return Mlp(module, gate, up, whole(down), activation)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.model.families.operations import Family, Norm, Residual, Rope, SelfAttention, gated_at_once, split, whole
+from lookahead.model.families.modules import gated_at_once, split, whole
+from lookahead.model.families.operations import Family, Norm, Residual, Rope, SelfAttention
 
 
 def _layer(layer: Any) -> tuple[Residual, ...]:

@@ -1,0 +1,74 @@
+"""The modules of a model whose passes run as one call, and what users may change of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lookahead.backend.cpu.layer_jobs import DeclaredLayer
+from lookahead.backend.cpu.tree_mixers import TreeMixer
+from lookahead.kernels.row_attention import AttentionLimits
+from lookahead.model.families.operations import Mlp, Norm
+
+
+class PassParts(NamedTuple):
+    """The modules of a model whose passes run as one call."""
+
+    layers: list[DeclaredLayer]
+    norm: Norm  # after the last layer
+    head: Any  # the output layer; None if it is called as a module
+    limits: list[AttentionLimits]  # of the attention of each layer
+    mixers: Mapping[Any, TreeMixer] = {}
+
+    @property
+    def linears(self) -> list[Any]:
+        """The linear layers of all layers."""
+        return [linear for layer in self.layers for linear in layer.linears]
+
+    @property
+    def slotted(self) -> list[int]:
+        """The layers that have keys and values of their own."""
+        parts = [layer.attention for layer in self.layers]
+        return [at for at, part in enumerate(parts) if part is not None and part.source is None]
+
+    @property
+    def beside(self) -> int:
+        """Numbers of a token in the second input of every layer."""
+        mixers = [part.mixer for layer in self.layers for part in layer.residuals]
+        return max((part.gate.outputs for part in mixers if isinstance(part, Mlp) and part.is_beside), default=0)
+
+
+class Watched(NamedTuple):
+    """What a table holds and users may change: addresses of norms, biases and experts, epsilons and scales."""
+
+    tensors: list[tuple[Any, str]]  # dictionaries of parameters, and their keys
+    contents: list[tuple[Any, str]]  # likewise, of those whose values are copied
+    numbers: list[tuple[Any, str]]  # modules, and their attributes
+
+    @classmethod
+    def of(cls, parts: PassParts) -> Watched:
+        """What to watch of the modules of a pass."""
+        norms = [parts.norm, *(norm for layer in parts.layers for norm in layer.norms)]
+        linears = [*parts.linears, *([parts.head] if parts.head else [])]
+        mixtures = [layer.experts for layer in parts.layers if layer.experts]
+        tensors = [(norm.module._parameters, "weight") for norm in norms]
+        tensors += [(linear._parameters, "bias") for linear in linears]
+        held = [part._parameters for mixture in mixtures for part in (mixture.router, mixture.experts)]
+        tensors += [(parameters, name) for parameters in held for name in parameters if name.endswith("bias")]
+        contents = [(mixture.router._parameters, "weight") for mixture in mixtures]
+        contents += [(mixture.experts._parameters, name) for mixture in mixtures for name in mixture.names]
+        contents += [part.scaled for layer in parts.layers for part in layer.residuals if part.scaled]
+        numbers = [(norm.module, norm.epsilon) for norm in norms]
+        numbers += [(layer.attention.module, "scaling") for layer in parts.layers if layer.attention]
+        return cls([*tensors, *contents], contents, numbers)
+
+    @property
+    def settings(self) -> list[float]:
+        """Their addresses, versions and numbers now."""
+        tensors = [held.get(name) for held, name in self.tensors]
+        copied = [held[name] for held, name in self.contents]
+        return [
+            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+            *(0 if tensor.is_inference() else tensor._version for tensor in copied),
+            *(getattr(module, name) for module, name in self.numbers),
+        ]

@@ -1,0 +1,126 @@
+"""Small random models of the declared families, and calls of `model.generate` and of lookahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import lookahead
+from lookahead.kernels import packed_product
+from tests.support.small_layers import HALF, SINGLE, attends
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.15, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "shared_expert_intermediate_size": 256,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma": {},
+    "Gemma2": {**WINDOWS, "query_pre_attn_scalar": 32},
+    "Gemma3": {**WINDOWS, "query_pre_attn_scalar": 32},
+    "Gemma4": {
+        **WINDOWS, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "global_head_dim": 128, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 101, "use_double_wide_mlp": True,
+    },
+    "Olmo2": {},
+    "Olmo3": WINDOWS,
+    "Phi3": {"partial_rotary_factor": 0.75},
+    "Granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0},
+    "SmolLM3": {"no_rope_layers": [1, 0, 1]},
+    "Mistral": {"sliding_window": 16},
+    "Ministral": WINDOWS,
+    "SeedOss": {},
+    "HunYuanDenseV1": {},
+    "Exaone4": {**WINDOWS, "sliding_window_pattern": 2},
+    "GraniteMoeHybrid": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0, "num_local_experts": 0,
+        "shared_intermediate_size": 512, "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope",
+    },
+    "Glm": {},
+    "Glm4": {},
+    "Ernie4_5": {},
+    "Helium": {"num_attention_heads": 4},
+    "Qwen2Moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 256, "decoder_sparse_step": 1,
+    },
+    "GraniteMoe": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0, "num_local_experts": 8,
+        "num_experts_per_tok": 3, "intermediate_size": 128,
+    },
+    "GraniteMoeShared": {
+        "residual_multiplier": 0.3, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128,
+        "shared_intermediate_size": 256,
+    },
+    "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    "Olmoe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128,
+        "head_dim": None, "num_key_value_heads": 8,
+    },
+    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": None},
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "head_dim": None,
+             "num_key_value_heads": 8},
+    "Qwen3_5": {**DELTA, "head_dim": 64},
+    "Qwen3Next": {**DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
+    "Qwen3_5Moe": {**DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
+    "GptOss": {**WINDOWS, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128},
+}  # fmt: skip
+MIXTURES = (
+    "Qwen2Moe",
+    "Qwen3Moe",
+    "Qwen3Next",
+    "Qwen3_5Moe",
+    "GraniteMoe",
+    "GraniteMoeShared",
+    "Olmoe",
+    "Mixtral",
+    "GptOss",
+)
+
+has_kernels = pytest.mark.skipif(
+    not (attends(HALF) and all(packed_product.is_supported(torch.zeros(2, 64, dtype=kind)) for kind in (HALF, SINGLE))),
+    reason="this CPU has no kernels for whole passes",
+)
+
+
+def made(name: str, dtype: torch.dtype = HALF, **options: Any) -> Any:
+    """A random model of a family, including random norms and biases."""
+    sizes = {key: size for key, size in {**SIZES, **FAMILIES[name], **options}.items() if size is not None}
+    text = "Text" if name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
+    config = getattr(transformers, f"{name}{text}Config")(**sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        for key, weight in model.named_parameters():
+            if weight.dim() == 1 or key.endswith("bias"):
+                nn.init.normal_(weight, 0.5, 0.3)
+        for layer in model.model.layers if name == "Gemma4" else ():
+            layer.layer_scalar.uniform_(0.5, 2.0)
+    return model.to(dtype).eval()
+
+
+def prompt(length: int = 36, rows: int = 1, seed: int = 1) -> torch.Tensor:
+    """Random tokens that repeat, so that there are drafts."""
+    ids = torch.randint(3, 100, (rows, length // 3), generator=torch.Generator().manual_seed(seed))
+    return ids.repeat(1, 3)
+
+
+def both(model: Any, ids: torch.Tensor, **options: Any) -> tuple[Any, Any]:
+    """What `model.generate` gives, and what lookahead does."""
+    options = {"max_new_tokens": 24, "output_logits": True, "return_dict_in_generate": True, **options}
+    outputs = list[Any]()
+    for ours in ({}, {"custom_generate": lookahead.decode}):
+        torch.manual_seed(3)
+        outputs.append(model.generate(ids, **options, **ours))
+    return outputs[0], outputs[1]
