@@ -270,6 +270,16 @@ def test_models_that_can_have_no_copy_are_refused_by_name(model: PreTrainedModel
             SelfDraft.of(other.eval())
 
 
+def test_adapters_stay_as_they_are_in_the_copy(model: PreTrainedModel) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    draft = SelfDraft.of(adapted.eval().base_model.model)
+    kinds = {name.split(".")[-1]: type(layer) for name, layer in draft.model.named_modules()}
+    assert kinds["base_layer"] is kinds["default"] is torch.nn.Linear and kinds["k_proj"] is QuantizedLinear
+    expected, got = both(adapted, BESIDE, input_ids=IDS, do_sample=False)
+    assert torch.equal(got, expected)
+
+
 def test_code_of_a_user_is_not_copied(model: PreTrainedModel) -> None:
     calls: list[int] = []
     model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))

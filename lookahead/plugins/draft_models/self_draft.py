@@ -148,7 +148,8 @@ def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
     copied = copy.deepcopy(model, shared).requires_grad_(False)
     head = copied.get_output_embeddings()
     try:
-        quantize_linears(copied, lambda layer: _OF_HEAD if layer is head else _KIND)
+        known = _layers_of_transformers(copied)
+        quantize_linears(copied, lambda layer: (_OF_HEAD if layer is head else _KIND) if layer in known else "")
     except UnsupportedModelError as error:
         raise _refused(model, str(error)) from error
     own, copies = map(_bytes_read, (model, copied))
@@ -156,6 +157,12 @@ def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
         reason = f"its copy reads {copies / own:.0%} of the model's bytes, since few of them are in linear layers"
         raise _refused(model, reason)
     return copied
+
+
+def _layers_of_transformers(model: nn.Module) -> set[nn.Module]:
+    """The layers that code of transformers or of the checkpoint calls. Adapters may ask for the dtype of a weight."""
+    callers = (module for module in model.modules() if type(module).__module__.startswith("transformers"))
+    return {layer for module in callers for layer in module.children() if type(layer) is nn.Linear}
 
 
 def _bytes_read(model: nn.Module) -> int:
