@@ -277,7 +277,9 @@ class TorchBackend:
         inputs, is_plain, keeps = self._inputs, self.cache.slots.is_plain, len(tree_pass.keep) > 0
         options: dict[str, Any] = {"use_cache": True}
         if inputs.keeps_logits and keeps:
-            options["logits_to_keep"] = 1 if is_plain else tree_pass.keep
+            # Hooks of accelerate move tensors to the first layer's device, and the last layer may be on another one.
+            keep = tree_pass.keep if self._device.type == "cpu" else tree_pass.keep.tolist()
+            options["logits_to_keep"] = 1 if is_plain else keep
         scope: AbstractContextManager[None] = nullcontext()
         if self._takes_masks and not is_plain:
             if self._scope is not None:

@@ -81,15 +81,15 @@ class TreePass:
         if prompt:
             positions = lengths[:, None] + np.arange(slots.width)
             starts = (slots.first + np.arange(slots.active)) * slots.capacity
-            arrays = prompt[0], positions, (starts[:, None] + positions).reshape(-1), prompt[1]
+            arrays = prompt[0], positions, (starts[:, None] + positions).reshape(-1)
         else:
             arrays = _arrays(slots.active, slots.width, slots.width if scored is None else max(map(len, trees)))
             for row, (tree, first) in enumerate(zip(trees, self.firsts, strict=True)):
                 _fill_row(arrays, row, tree.tokens, tree.parents, tree.depths, lengths[row], first, slots.capacity)
-        self.tokens, self.positions, index, *others = on_device(arrays, device)
-        self.keep = others[0] if prompt else index[:0]
+        self.tokens, self.positions, index, *tensors = on_device(arrays, device)
+        self.keep = torch.from_numpy(prompt[1]) if prompt else torch.empty(0, dtype=torch.int64)
         if trees:
-            self._tensors[device] = TreeTensors(*others)
+            self._tensors[device] = TreeTensors(*tensors)
         slots.index = None if slots.is_even else index
 
     def tensors(self, device: torch.device) -> TreeTensors:

@@ -25,6 +25,13 @@ EXTENDED = {
     # CUDA graphs on a CPU, and kernels that are interpreted or compiled ahead of time
     "tests/test_graphs.py": ("lookahead/*/cuda_graphs.py", "lookahead/*/tree_pass.py"),
     "tests/test_recording.py": ("lookahead/*/cuda_graphs.py",),
+    "tests/test_fake_gpu.py": (
+        "kernels/*",
+        "lookahead/backend/*",
+        "lookahead/model/cache.py",
+        "lookahead/*/engine.py",
+        "tests/support/fake_gpu.py",
+    ),
     "tests/test_kernels.py": ("kernels/*", "tests/interpreted_kernels.py"),
     "tests/test_kernel_self_test.py": ("kernels/*", "lookahead/*/kernel_trial.py"),
     # Models beside causal language models with dense layers

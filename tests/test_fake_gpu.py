@@ -1,0 +1,240 @@
+"""Whole generations on a device that only says it is a GPU: its backend, graphs, fixed shapes, copies and kernels.
+
+What the device refuses and counts is in tests/support/fake_gpu.py. Nothing here says how fast a GPU is.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.backend.gpu import kernel_trial
+from lookahead.kernels import dispatch
+from lookahead.kernels.dispatch import Verdict
+from tests.support import fake_gpu as fake
+from tests.support.adversarial_proposers import among_decoys, drafting_by
+from tests.support.engines import engine_of
+from tests.support.extended import ROOT
+from tests.support.fake_gpu import FakeGpu, fake_gpu, move
+from tests.support.families import FAMILIES, build
+from tests.test_kernels import interpreter_gap
+
+pytestmark = pytest.mark.skipif(fake.missing() is not None, reason=str(fake.missing()))
+
+CONFIG = LookaheadConfig(draft="fixed", max_nodes=7, min_probability=0.0, memory="request")
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+WAYS = {"greedy": {"do_sample": False}, "sampled": SAMPLED}
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Iterator[FakeGpu]:
+    """One device; the test's number of them, if it is parametrised."""
+    with fake_gpu(getattr(request, "param", 1)) as device:
+        yield device
+
+
+def prompts(*lengths: int) -> dict[str, torch.Tensor]:
+    rng, longest = np.random.default_rng(0), max(lengths)
+    rows = [[0] * (longest - n) + np.resize(rng.integers(10, 26, 9), n).tolist() for n in lengths]
+    mask = [[0] * (longest - n) + [1] * n for n in lengths]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+
+
+def split_in_two(model: PreTrainedModel) -> PreTrainedModel:
+    """A model whose last layer and head are on a second device, with the hooks of accelerate."""
+    last = len(model.model.layers) - 1
+    second = (f"model.layers.{last}", "model.norm", "lm_head")
+    move(model, lambda name: int(name.startswith(second)))
+    for name in second:
+        hook = AlignDevicesHook(execution_device=torch.device("cuda", 1))
+        add_hook_to_module(model.get_submodule(name), hook)
+    add_hook_to_module(model, AlignDevicesHook(execution_device=torch.device("cuda", 0), io_same_device=True))
+    return model
+
+
+def llama_with_heads_of(size: int) -> PreTrainedModel:
+    sizes = {"vocab_size": 101, "hidden_size": 4 * size, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(20)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=None, pad_token_id=0))
+    return model.eval()
+
+
+def on_gpu(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.to("cuda:0") if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+
+
+def outputs(model: PreTrainedModel, moved: PreTrainedModel, options: dict[str, Any], config: Any = CONFIG) -> Any:
+    """The tokens of transformers on the CPU, and ours on the device."""
+    torch.manual_seed(3)
+    expected = model.generate(**options)
+    torch.manual_seed(3)
+    ours = {"custom_generate": lookahead.decode, "lookahead_config": config}
+    return expected.tolist(), moved.generate(**on_gpu(options), **ours).tolist()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lengths", [(40,), (4, 9, 30)], ids=["one row", "ragged rows"])
+@pytest.mark.parametrize("gpu", [1, 2], indirect=True, ids=["one device", "two devices"])
+def test_a_generation_on_devices_gives_the_tokens_of_the_cpu(
+    gpu: FakeGpu, looping_llama: PreTrainedModel, lengths: tuple[int, ...], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {**prompts(*lengths), **WAYS[way], "max_new_tokens": 50, "eos_token_id": [7, 8], "pad_token_id": 0}
+    moved = (move if gpu.devices == 1 else split_in_two)(copy.deepcopy(looping_llama))
+    with caplog.at_level(logging.WARNING, "lookahead"):
+        expected, got = outputs(looping_llama, moved, options)
+    assert got == expected
+    assert (gpu.counts["replays"] > 0) == (gpu.devices == 1)
+    assert not [record for record in caplog.records if "compiling" not in record.message]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Gemma3", "Mistral", "GPTJ"),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Gemma2", "Llama4", "Qwen2-windows")),
+    ],
+)
+def test_families_with_windows_caps_and_prepared_masks_give_the_tokens_of_the_cpu(gpu: FakeGpu, name: str) -> None:
+    model = build(FAMILIES[name])
+    options = {**prompts(40), "max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    expected, got = outputs(model, move(copy.deepcopy(model)), options)
+    assert got == expected
+    assert gpu.counts["replays"] > 0
+
+
+def steady(gpu: FakeGpu, model: PreTrainedModel, options: dict[str, Any]) -> Counter[str]:
+    """The most of each count in the last ten of thirty steps."""
+    torch.manual_seed(3)
+    steps, engine = list[Counter[str]](), engine_of(model, **on_gpu(options), lookahead_config=CONFIG)
+    for _ in zip(range(30), engine.run(), strict=False):
+        steps.append(gpu.counts.copy())
+    assert len(steps) == 30
+    spent = [after - before for before, after in zip(steps[-11:], steps[-10:], strict=False)]
+    most: Counter[str] = Counter()
+    for step in spent:
+        most |= step
+    return most
+
+
+# Of two layers: copies to the device, to the host and between devices, waits of the host, launches beside a replay.
+# The tree is one copy, the tokens are another. A path that leaves a chain takes a copy and launches for each layer.
+LIMITS = {
+    "one row": ("greedy", (40,), 1, (1, 1, 0, 1, 13)),
+    "ragged rows": ("greedy", (4, 9, 30), 1, (2, 1, 0, 2, 22)),
+    "sampled": ("sampled", (40,), 1, (6, 1, 0, 11, 88)),
+    "two devices": ("greedy", (40,), 2, (1, 1, 9, 1, 168)),
+}
+COUNTED = "copies to the device", "copies to the host", "copies between devices", "waits", "launches"
+
+
+@pytest.mark.parametrize(("way", "lengths", "gpu", "limits"), LIMITS.values(), indirect=["gpu"], ids=LIMITS)
+def test_a_step_copies_waits_and_launches_no_more_than_it_did(
+    gpu: FakeGpu, looping_llama: PreTrainedModel, way: str, lengths: tuple[int, ...], limits: tuple[int, ...]
+) -> None:
+    moved = (move if gpu.devices == 1 else split_in_two)(copy.deepcopy(looping_llama))
+    most = steady(gpu, moved, {**prompts(*lengths), **WAYS[way], "max_new_tokens": 300})
+    assert most["replays"] == (gpu.devices == 1) and not most["captures"]
+    spent = [most[name] for name in COUNTED]
+    assert all(map(operator.le, spent, limits)), dict(zip(COUNTED, spent, strict=True))
+
+
+def test_tensors_of_two_devices_and_of_the_host_are_refused(gpu: FakeGpu) -> None:
+    here, there, host = torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1"), torch.ones(3)
+    for other in (there, host):
+        with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
+            here + other
+    assert (here + 1).tolist() == (here + torch.ones(())).tolist() == [2, 2, 2]
+    with pytest.raises(RuntimeError, match="same device"):
+        here[torch.zeros(2, dtype=torch.int64, device="cuda:1")]
+    with pytest.raises(RuntimeError, match="device of the indexed tensor"):
+        host[torch.zeros(2, dtype=torch.int64, device="cuda:0")]
+
+
+WAITING = {
+    "a copy from the host": lambda x, host: x + host.to(x.device, non_blocking=True),
+    "a copy into a tensor": lambda x, host: x.clone().copy_(host),
+    "a copy to the host": lambda x, host: x.cpu(),
+    "an index of the host": lambda x, host: x[host.long()],
+    "a mask": lambda x, host: x[x > 0],
+    "a number that is read": lambda x, host: x.sum().item(),
+    "synchronize": lambda x, host: torch.cuda.synchronize(),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_what_the_host_waits_for_is_refused_during_capture(gpu: FakeGpu, name: str) -> None:
+    x, host = torch.ones(3, device="cuda"), torch.ones(3)
+    WAITING[name](x, host)
+    refused = pytest.raises(RuntimeError, match="not permitted when stream is capturing")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        WAITING[name](x, host)
+    assert gpu.capturing is None
+
+
+def test_a_replay_reads_and_writes_the_memory_of_its_capture(gpu: FakeGpu) -> None:
+    x, buffer, graph = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = x * 2
+        buffer[1:] = doubled[:2]
+    x.fill_(5)
+    graph.replay()
+    assert doubled.tolist() == [10, 10, 10] and buffer.tolist() == [0, 10, 10]
+
+
+def test_a_model_that_reads_a_number_in_its_pass_is_decoded_without_graphs(
+    gpu: FakeGpu, looping_llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    moved = move(copy.deepcopy(looping_llama))
+    moved.model.layers[1].register_forward_hook(lambda *args: args[2].sum().item() and None)
+    options = {**prompts(40), "max_new_tokens": 30, "do_sample": False}
+    config = LookaheadConfig(draft="fixed", max_nodes=7, trust_user_code=True)
+    with caplog.at_level(logging.WARNING, "lookahead"):
+        expected, got = outputs(looping_llama, moved, options, config)
+    assert got == expected
+    assert caplog.text.count("is decoded without CUDA graphs") == 1 and "waits for the device" in caplog.text
+    assert not gpu.counts["captures"]
+
+
+@pytest.mark.skipif(not INTERPRETS, reason="for a process in which Triton interprets")
+def test_interpreted_kernels_serve_recorded_passes_and_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_trial, "run_tests", lambda variants: [Verdict(is_lasting=False) for _ in variants])
+    model = llama_with_heads_of(16)
+    options = {**prompts(4, 13), "max_new_tokens": 16, "do_sample": False}
+    answers = [
+        row[mask.tolist().index(1) :]
+        for row, mask in zip(model.generate(**options).tolist(), options["attention_mask"], strict=True)
+    ]
+    with fake_gpu(kernels=True) as gpu, drafting_by(among_decoys(answers, 101)):
+        moved = move(copy.deepcopy(model))
+        expected, got = outputs(model, moved, options)
+        assert got == expected
+        assert gpu.counts["replays"] and {variant.kernel for variant in dispatch.served} == {"tree attention"}
+        assert gpu.kernels["_compact"] and gpu.kernels["attend"]
+
+
+@pytest.mark.skipif(interpreter_gap() is not None, reason=str(interpreter_gap()))
+@pytest.mark.skipif(INTERPRETS, reason="this is that process")
+def test_the_kernels_serve_a_generation_where_triton_interprets() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_fake_gpu.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command += ["-k", "interpreted_kernels"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout + run.stderr
