@@ -2,25 +2,139 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import socket
 import threading
+import time
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from lookahead.errors import ConfigError
 from lookahead.serving.served_models import ServedModels
 
 _SHUTDOWN_S = 3  # time for answers to end at shutdown
+_HEADERS_S = 10.0  # time limit for the headers of a request
+_STALLED_S = 60.0  # time limit for a client to take more of an answer
+_MOST = 1024
+_QUIET_S = 60.0  # time between two lines about connections that cannot be accepted
+_log = logging.getLogger(__name__)
+
+
+def most_connections() -> int:
+    """How many connections there may be: half of the files that this process may open, at most 1024."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return _MOST
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if files == resource.RLIM_INFINITY else max(8, min(_MOST, files // 2))
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc]  # untyped base class
+    """A connection that ends if its client is slow, or if it has asked nothing and others need its place.
+
+    Args:
+        most: Maximum connections.
+        options: Arguments of uvicorn's protocol.
+    """
+
+    def __init__(self, *arguments: Any, most: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._most = most
+        self._waiting: asyncio.TimerHandle | None = None  # for headers
+        self._stalled: asyncio.TimerHandle | None = None
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: Any) -> None:
+        """Take a connection; if there are too many, the oldest one without a request ends, or this one."""
+        super().connection_made(transport)
+        self._wait_for_headers()
+        if len(self.connections) > self._most:
+            idle = [each for each in self.connections if each is not self and each._is_idle]
+            oldest = min(idle, key=lambda each: each.since, default=self)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the client sends; the headers of its next request must come soon."""
+        super().data_received(data)
+        if not self._is_idle:
+            self._stop_waiting()
+        elif self._waiting is None:
+            self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._stop_waiting()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Wait until the client has taken more of its answer, but not for ever."""
+        super().pause_writing()
+        self._stalled = self._stalled or self.loop.call_later(_STALLED_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Continue the answer."""
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+        if self.flow is not None:
+            super().resume_writing()
+
+    def _wait_for_headers(self) -> None:
+        self.since = time.monotonic()
+        self._waiting = self.loop.call_later(_HEADERS_S, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
 
 
 class Server(uvicorn.Server):  # type: ignore[misc]  # untyped base class
-    """A server that ends its answers with a reason at shutdown."""
+    """A server that ends its answers with a reason at shutdown.
 
-    def __init__(self, app: Any, models: ServedModels, log_level: str = "warning") -> None:
-        super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=_SHUTDOWN_S))
-        self._models = models
+    Args:
+        app: The application.
+        models: Its models, which end with it.
+        log_level: As in uvicorn.
+        connections: Maximum connections; None for `most_connections()`.
+    """
+
+    def __init__(
+        self, app: Any, models: ServedModels, log_level: str = "warning", connections: int | None = None
+    ) -> None:
+        most = connections or most_connections()
+
+        class Limited(Connection):
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, most=most, **options)
+
+        # asyncio accepts up to `backlog` connections before it makes the first of them known.
+        options: Any = {"backlog": max(1, most // 2), "timeout_graceful_shutdown": _SHUTDOWN_S}
+        super().__init__(uvicorn.Config(app, http=Limited, log_level=log_level, **options))
+        self._models, self._last_told = models, -_QUIET_S
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections; failures to do so are told once a minute."""
+        asyncio.get_running_loop().set_exception_handler(self._tell)
+        await super().startup(sockets)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), OSError) or "socket" not in context:
+            loop.default_exception_handler(context)
+        elif time.monotonic() >= self._last_told + _QUIET_S:
+            self._last_told = time.monotonic()
+            _log.error("connections cannot be accepted: %s", context["exception"])
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Shut down on a signal; a second one exits immediately."""

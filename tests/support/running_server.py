@@ -28,7 +28,8 @@ class Running:
         self.models = ServedModels([folder], **given)
         listener = listen("127.0.0.1", 0)
         self.name, self.port = folder, listener.getsockname()[1]
-        self.server = Server(make_app(self.models, **options), self.models)
+        connections = options.pop("connections", None)
+        self.server = Server(make_app(self.models, **options), self.models, connections=connections)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
         self._thread.start()
         self.models.wait()
