@@ -110,7 +110,7 @@ def test_a_server_is_reached_by_addresses_and_its_own_names_alone(hosts):
         async def app(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
-        guard = Guard(app, hosts=hosts, api_key=None, max_body=100, origins=(), on_answer=lambda *_: None)
+        guard = Guard(app, hosts=hosts, api_keys=(), max_body=100, origins=(), on_answer=lambda *_: None)
         scope = {"type": "http", "path": "/", "method": "GET", "headers": [(b"host", host.encode())]}
         await guard(scope, asyncio.Queue[Any]().get, send)
         return int(seen[0]["status"])
@@ -170,7 +170,7 @@ def test_a_model_is_busy_from_a_request_on_until_its_end(prompt, folder, monkeyp
 
         return call
 
-    for owner, name in ((PromptsAhead, "prefix_if_short"), (Engine, "admit"), (Engine, "step"), (Request, "take")):
+    for owner, name in ((PromptsAhead, "unread"), (Engine, "admit"), (Engine, "step"), (Request, "take")):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     loop.submit(GenerationRequest(ids=[5] * prompt, options={"max_new_tokens": 3, "do_sample": False}), tell)
     assert ended.wait(60) and len(busy) > 3 and all(busy)

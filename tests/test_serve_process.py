@@ -6,8 +6,10 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.support.running_server import LONG, folder
 
 __all__ = ["folder"]  # a fixture
 pytest.importorskip("openai")
+HALF_SENT = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 99\r\n\r\n{"
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
@@ -29,7 +32,16 @@ def test_a_signal_ends_streams_with_a_reason_and_the_command(folder, how, tmp_pa
     connection.request("POST", "/v1/completions", json.dumps(body))
     answer = connection.getresponse()
     assert answer.readline().startswith(b"data: ")
+    reading = http.client.HTTPConnection("localhost", port, timeout=60)
+    reading.request("POST", "/v1/completions", json.dumps({"prompt": ["abc " * 500] * 60, "max_tokens": 1}))
+    sending = socket.create_connection(("localhost", port), timeout=60)
+    sending.sendall(HALF_SENT)
+    assert b" 100 " in sending.recv(1 << 16)
     process.send_signal(how)
     rest = answer.read()
     assert b"shutting down" in rest and rest.endswith(b"data: [DONE]\n\n")
-    process.communicate(timeout=20)
+    assert sending.recv(1 << 16).startswith(b"HTTP/1.1 503")
+    with suppress(ConnectionError):  # if its headers had not been read
+        assert reading.getresponse().status in (200, 503)
+    _, log = process.communicate(timeout=20)
+    assert "Traceback" not in log

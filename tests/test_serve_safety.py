@@ -143,7 +143,7 @@ def test_web_pages_of_other_origins_get_no_leave(server):
 
 
 def test_a_key_a_limit_of_bytes_and_an_origin_may_be_set(folder):
-    running = Running(folder, api_key="secret", max_body=2000, cors_origins=["https://good.example"])
+    running = Running(folder, api_keys=["secret"], max_body=2000, cors_origins=["https://good.example"])
     try:
         assert running.ask("abc").choices
         assert (

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backend.choice import backend_for
 from lookahead.backend.probes import continues_texts
+from lookahead.backend.protocol import OnPrefill
 from lookahead.drafting.tree import IntArray
 from lookahead.model.cache import RowCopy, RowStates, TreeCache
 from lookahead.model.facts import may_keep_states, picks_keys, prefills_at_once
@@ -114,17 +115,17 @@ class ReadingAhead:
         self._backend = backend_for(model, rows=1, capacity=1, shape="trees", **options)
         self._store = store
 
-    def read(self, ids: IntArray) -> ReadPrompt:
-        """Read a prompt, int32 `[tokens]`, after its longest prefix in the store."""
+    def read(self, ids: IntArray, salt: str = "", on_prefill: OnPrefill | None = None) -> ReadPrompt:
+        """Read a prompt, int32 `[tokens]`, after its longest prefix in the store with the same `salt`."""
         backend = self._backend
         backend.begin(len(ids))
         with backend.serving():
-            prefix = self._store.longest(ids)
+            prefix = self._store.longest(ids, salt)
             prefix.copy_to(backend.cache, 0)
-            logits = backend.read([ids])
+            logits = backend.read([ids], on_prefill=on_prefill)
             is_whole = backend.is_read_whole and not prefix.tokens
             read = ReadPrompt(backend.cache, logits, prefix.tokens, is_whole)
-            self._store.put(ids, read.kv())
+            self._store.put(ids, read.kv(), salt)
         return read
 
 
@@ -136,51 +137,59 @@ class PrefixStore:
 
     Args:
         most_bytes: Size limit in bytes; the least recently used text is dropped first. 0 keeps nothing.
+
+    Attributes:
+        newest: The number of texts that were put.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self._lock = most_bytes, Lock()
-        self._texts: OrderedDict[int, tuple[IntArray, RowCopy, int]] = OrderedDict()  # tokens, their KV, bytes
-        self._newest = 0
+        # By number: the tokens, their KV, its bytes, and the salt.
+        self._texts: OrderedDict[int, tuple[IntArray, RowCopy, int, str]] = OrderedDict()
+        self.newest = 0
 
     @property
     def nbytes(self) -> int:
         """Size of the stored texts in bytes."""
         with self._lock:
-            return sum(nbytes for _, _, nbytes in self._texts.values())
+            return sum(nbytes for _, _, nbytes, _ in self._texts.values())
 
-    def longest(self, ids: IntArray) -> Prefix:
-        """The stored text with the longest common prefix; at least one token of the prompt is left to read."""
+    def longest(self, ids: IntArray, salt: str = "") -> Prefix:
+        """The text of that salt with the longest common prefix; at least one token of the prompt is left to read."""
         with self._lock:
-            texts = self._texts.items()
-            shared = {key: _usable(tokens, ids, is_whole=bool(held.states)) for key, (tokens, held, _) in texts}
+            shared = {
+                key: _usable(tokens, ids, is_whole=bool(held.states))
+                for key, (tokens, held, _, owner) in self._texts.items()
+                if owner == salt
+            }
             best = max(shared, key=shared.__getitem__, default=None)
             if best is None or shared[best] < _FEWEST_TOKENS:
                 return Prefix(None, 0)
             self._texts.move_to_end(best)
             return Prefix(self._texts[best][1], min(shared[best], len(ids) - 1))
 
-    def put(self, ids: IntArray, held: RowCopy) -> None:
-        """Keep the KV of a text; it replaces texts that are a prefix of it."""
+    def put(self, ids: IntArray, held: RowCopy, salt: str = "") -> None:
+        """Keep the KV of a text for prompts of that salt; it replaces their texts that are a prefix of it."""
         nbytes = sum(each.nbytes for pair in held.kv.values() for each in pair)
         nbytes += sum(each.nbytes for of_layer in held.states.values() for each in of_layer.values())
         if len(ids) < _FEWEST_TOKENS or nbytes > self.most_bytes or not nbytes:
             return
         with self._lock:
-            for key, (tokens, _, _) in list(self._texts.items()):
+            texts = [(key, tokens) for key, (tokens, _, _, owner) in self._texts.items() if owner == salt]
+            for key, tokens in texts:
                 if _shared(tokens, ids) == len(tokens):
                     del self._texts[key]
                 elif _shared(tokens, ids) == len(ids):
                     return
-            self._newest += 1
-            self._texts[self._newest] = ids, held, nbytes
+            self.newest += 1
+            self._texts[self.newest] = ids, held, nbytes, salt
         self.limit(self.most_bytes)
 
     def limit(self, most_bytes: int) -> None:
         """Keep at most `most_bytes` bytes from now on."""
         with self._lock:
             self.most_bytes = most_bytes
-            while sum(each for _, _, each in self._texts.values()) > most_bytes:
+            while sum(nbytes for _, _, nbytes, _ in self._texts.values()) > most_bytes:
                 self._texts.popitem(last=False)
 
 

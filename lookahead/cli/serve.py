@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from lookahead.cli.options import DeviceOptions, DraftingOptions, model_option, new_tokens_option, option
@@ -34,7 +36,16 @@ class ServeOptions(DraftingOptions, DeviceOptions):
     max_new_tokens: int = new_tokens_option(2048, "Most tokens of an answer.")
     max_body_mb: float = option(4.0, "Largest request, in megabytes.", min=0.001)
     request_timeout: float = option(600.0, "Most seconds for an answer.", min=0.1)
-    api_key: str | None = option(None, "Key that clients must send: 'Authorization: Bearer KEY'.", metavar="KEY")
+    served_model_name: list[str] = option(
+        None, "Name of a model in requests, one for each; may be repeated. (default: that of its folder)",
+        metavar="NAME",
+    )  # fmt: skip
+    plain_user_text: bool = option(False, "Read special tokens in messages of users and tools as text.")
+    api_key: str | None = option(
+        None, "Key that clients must send: 'Authorization: Bearer KEY'. (default: that of LOOKAHEAD_API_KEY)",
+        metavar="KEY",
+    )  # fmt: skip
+    api_key_file: Path | None = option(None, "File with a key of each client, one a line.", metavar="FILE")
     allowed_host: list[str] = option(
         None, "Another name of this server that the header Host may have; may be repeated.", metavar="NAME"
     )
@@ -67,6 +78,7 @@ def serve(options: ServeOptions) -> None:
     locations = [locate_model(name)[0] for name in names]
     if options.memory is not None and len(names) > 1:
         raise ConfigError(f"memory {options.memory} is that of one model: name one model to serve")
+    keys = _keys(options)
     from lookahead.loading.quantized import resolve_quantize
 
     config: Any = options.config()
@@ -82,19 +94,19 @@ def serve(options: ServeOptions) -> None:
         loading = {"dtype": options.dtype, "device": options.device, "quantize": options.quantize}
         decoding = {"rows": options.rows, "queue": options.queue, "prefix_bytes": options.prefix_cache_mb << 20}
         models = ServedModels(
-            names, config=config, max_new_tokens=options.max_new_tokens,
-            loading=loading, decoding=decoding,
+            names, options.served_model_name or None, config=config, max_new_tokens=options.max_new_tokens,
+            loading=loading, decoding=decoding, plain_user_text=options.plain_user_text,
         )  # fmt: skip
     hosts = {options.host, *(options.allowed_host or ())}
     app = make_app(
-        models, hosts=hosts, api_key=options.api_key, max_body=int(options.max_body_mb * (1 << 20)),
+        models, hosts=hosts, api_keys=keys, max_body=int(options.max_body_mb * (1 << 20)),
         timeout_s=options.request_timeout, cors_origins=options.cors_origin or (),
     )  # fmt: skip
     server = Server(app, models, options.log_level)
     if options.host in ("0.0.0.0", "::") and not options.allowed_host:
         say("note", "clients reach it by the IP addresses of this machine; --allowed-host adds a name")
     address = f"[{options.host}]" if ":" in options.host else options.host
-    say("serving", f"{', '.join(names)} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
+    say("serving", f"{', '.join(models.names)} at http://{address}:{listener.getsockname()[1]}/v1; Ctrl-C ends")
     failed: list[Exception] = []
 
     def end_without_models() -> None:
@@ -114,3 +126,26 @@ def serve(options: ServeOptions) -> None:
     models.close()
     if failed:
         raise failed[0]
+
+
+def _keys(options: ServeOptions) -> list[str]:
+    """The API keys: of the command line, else of a file, else of the environment, which other users do not see."""
+    if options.api_key is not None and options.api_key_file is not None:
+        raise ConfigError("pass one of --api-key and --api-key-file")
+    given = os.environ.get("LOOKAHEAD_API_KEY") if options.api_key is None else options.api_key
+    if options.api_key_file is None:
+        return [] if given is None else [_checked(given)]
+    try:
+        lines = options.api_key_file.read_text("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--api-key-file: {options.api_key_file} cannot be read: {error}") from error
+    keys = [_checked(line) for line in lines if line.strip()]
+    if not keys:
+        raise ConfigError(f"--api-key-file: {options.api_key_file} has no key")
+    return keys
+
+
+def _checked(key: str) -> str:
+    if not key.strip():
+        raise ConfigError("an API key must not be empty")
+    return key.strip()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 
 import torch
 from transformers import PreTrainedModel
@@ -20,18 +21,27 @@ from lookahead.model.model_state import recognise
 from lookahead.utils.task_thread import TaskThread
 
 _SHORT = 64  # maximum tokens that are read between two steps
-_MOST = 2  # prompts being read, so that the thread does not wait for a step
+_QUICK = 512  # maximum tokens of a prompt that is not read behind longer ones
+_MOST = 2  # prompts being read by a thread, so that it does not wait for a step
+_LOOKED_AT = 16  # waiting requests that may pass others
 _WAIT_S = 0.05
+
+
+class _GivenUpError(Exception):
+    """Ends the reading of a prompt between two parts of it."""
 
 
 class PromptsAhead:
     """Reads prompts ahead, after the longest beginning that the model keeps of an earlier text.
 
+    Beside the steps of the running rows a thread reads quick prompts and another one long prompts, each whole: so a
+    quick prompt does not wait for long ones, and the bits of neither change.
+
     Args:
         model: The model.
         config: How to draft.
         prefix_bytes: Bytes of keys and values of earlier texts to keep.
-        is_beside: Whether prompts are read on a thread of their own, beside the steps of the running rows.
+        is_beside: Whether prompts are read on threads of their own, beside the steps of the running rows.
 
     Attributes:
         reading: The prompts that are being read, or were read, in order.
@@ -41,71 +51,104 @@ class PromptsAhead:
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig, prefix_bytes: int, *, is_beside: bool) -> None:
         self._model, self._config, self._prefix_bytes, self._is_beside = model, config, prefix_bytes, is_beside
-        self.reading = deque[tuple[Request, Future[ReadPrompt]]]()
+        self.reading = list[tuple[Request, Future[ReadPrompt]]]()
         self.store: PrefixStore = prefixes_of(model, prefix_bytes)
         self.reads_apart = reads_apart(model)
-        self._reader: ReadingAhead | None = None
-        self._thread: TaskThread | None = None
+        self._readers: dict[bool, ReadingAhead] = {}  # by whether they read quick prompts
+        self._threads: dict[bool, TaskThread] = {}
 
     def refresh(self) -> None:
         """Take another store if the weights have changed."""
         if not self._is_beside:
             recognise(self._model, trusted=self._config.trust_user_code)
         if (store := prefixes_of(self._model, self._prefix_bytes)) is not self.store:
-            self.store, self._reader = store, None
+            self.store, self._readers = store, {}
 
-    def prefix_if_short(self, row: Row, unread: int = 0) -> Prefix | None:
-        """The kept beginning of a prompt that is read between two steps with `unread` others; None if it is long.
+    def candidates(self, waiting: Sequence[Request]) -> list[Request]:
+        """The waiting requests that may be next: beside steps, short prompts pass longer ones."""
+        return list(islice(waiting, _LOOKED_AT if self._is_beside else 1))
+
+    def is_short(self, request: Request, unread: int = 0) -> bool:
+        """Whether a prompt is read between two steps with `unread` tokens of others.
 
         Prompts that cannot be read apart are always read there.
         """
-        prefix = self.store.longest(row.text)
-        is_short = unread + row.tokens - prefix.tokens <= _SHORT
-        return prefix if is_short or not self.reads_apart else None
+        return not self.reads_apart or unread + self.unread(request) <= _SHORT
 
-    @property
-    def can_begin(self) -> bool:
-        """Whether the reader takes another prompt."""
-        return len(self.reading) < (_MOST if self._is_beside else 1)
+    def unread(self, request: Request) -> int:
+        """Tokens of a prompt that no kept text has."""
+        newest = self.store.newest
+        if request.unread is None or request.unread[1] != newest:
+            request.unread = request.row.tokens - self.prefix(request).tokens, newest
+        return request.unread[0]
+
+    def prefix(self, request: Request) -> Prefix:
+        """The kept beginning of a prompt."""
+        return self.store.longest(request.row.text, request.salt)
+
+    def can_begin(self, request: Request) -> bool:
+        """Whether the thread for such prompts takes another one."""
+        if not self._is_beside:
+            return not self.reading
+        is_quick = self._is_quick(request)
+        return sum(self._is_quick(other) == is_quick for other, _ in self.reading) < _MOST
 
     @property
     def has_read(self) -> bool:
-        """Whether the first prompt was read."""
-        return bool(self.reading) and self.reading[0][1].done()
+        """Whether a prompt was read."""
+        return any(future.done() for _, future in self.reading)
+
+    def take(self) -> tuple[Request, Future[ReadPrompt]]:
+        """Take the first prompt that was read."""
+        at = next(at for at, (_, future) in enumerate(self.reading) if future.done())
+        return self.reading.pop(at)
 
     def begin(self, request: Request, *, is_shared: bool) -> None:
         """Read a prompt; `is_shared` is whether rows are running, with which it shares the threads."""
-        row: Row = request.row
+        is_quick = self._is_quick(request)
         if self._is_beside:
-            self._thread = self._thread or TaskThread("lookahead-prompts")
-            future = self._thread.begin(lambda: self._read(row, is_shared))
+            thread = self._threads.get(is_quick) or TaskThread("lookahead-prompts")
+            self._threads[is_quick] = thread
+            is_shared = is_shared or any(not future.done() for _, future in self.reading)
+            future = thread.begin(lambda: self._read(request, is_quick, is_shared))
         else:
             future = Future()
             try:
-                future.set_result(self._read(row, is_shared))
+                future.set_result(self._read(request, is_quick, is_shared))
             except Exception as error:
                 future.set_exception(error)
         self.reading.append((request, future))
 
     def wait(self) -> None:
-        """Wait for the first prompt, but only a moment, since its request may be cancelled."""
+        """Wait for a prompt, but only a moment, since others may come and requests may be cancelled."""
         if self.reading:
-            wait([self.reading[0][1]], _WAIT_S)
+            wait([future for _, future in self.reading], _WAIT_S, FIRST_COMPLETED)
 
     def share_of_threads(self, is_shared: bool) -> AbstractContextManager[None]:
         """Use half of the threads while a prompt is read beside steps: more threads than cores slow each other down."""
         halves = self._is_beside and is_shared
         return torch_on_threads(max(1, torch.get_num_threads() // 2)) if halves else nullcontext()
 
-    def _read(self, row: Row, is_shared: bool) -> ReadPrompt:
+    def _is_quick(self, request: Request) -> bool:
+        return bool(request.row.tokens <= _QUICK)
+
+    def _read(self, request: Request, is_quick: bool, is_shared: bool) -> ReadPrompt:
+        row: Row = request.row
+
+        def go_on(*_: int) -> None:
+            if request.is_cancelled:
+                raise _GivenUpError("the request was cancelled")
+
         try:
-            if self._reader is None:
-                self._reader = ReadingAhead(self._model, self.store, {"has_kernels": has_kernels(self._model)})
+            reader, store = self._readers.get(is_quick), self.store
+            if reader is None:
+                reader = ReadingAhead(self._model, store, {"has_kernels": has_kernels(self._model)})
+                self._readers[is_quick] = reader
             began = time.perf_counter()
             with self.share_of_threads(is_shared):
-                read = self._reader.read(row.text)
+                read = reader.read(row.text, request.salt, go_on)
         except BaseException as error:
-            self._reader = None
+            self._readers.pop(is_quick, None)
             if not isinstance(error, Exception):  # it would end the thread, and the prompts after this one
                 raise RuntimeError(f"a prompt could not be read: {error!r}") from error
             raise
@@ -113,6 +156,6 @@ class PromptsAhead:
         return read
 
     def close(self) -> None:
-        """End the thread after its prompts."""
-        if self._thread is not None:
-            self._thread.close()
+        """End the threads after their prompts."""
+        for thread in self._threads.values():
+            thread.close()

@@ -29,6 +29,9 @@ class Request:
         row: Its `Row`; None until its turn if it shares none, and if transformers decodes it.
         encoder_tokens: Tokens that an encoder has read for its row.
         seed: Seed of torch's random numbers if it shares no rows; None leaves them.
+        turn: Requests begin in the order of their turns, and within one as they came.
+        salt: Only requests with the same one share kept keys and values.
+        unread: Tokens of its prompt that no kept text has, and the `newest` of the store at that time.
         stats: Its counters.
         last: The tokens of its last step; None before the first.
         is_cancelled: Whether `Scheduler.cancel` was called.
@@ -43,6 +46,9 @@ class Request:
     row: Any = None
     encoder_tokens: int = 0
     seed: int | None = None
+    turn: int = 0
+    salt: str = ""
+    unread: tuple[int, int] | None = None
     stats: DecodingStats = field(default_factory=DecodingStats)
     last: StepOutput | None = None
     is_cancelled: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -124,8 +125,8 @@ class Scheduler:
         return request
 
     def add(self, request: Request) -> None:
-        """Add a request that has a plan or a row."""
-        self._waiting.append(request)
+        """Add a request that has a plan or a row, after those whose turn is not later."""
+        insort(self._waiting, request, key=lambda other: other.turn)
 
     def begin(self, plan: RequestPlan) -> Loop:
         """Begin to decode a plan in a batch of its own, a request for each row; the scheduler must be idle."""

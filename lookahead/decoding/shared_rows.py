@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from lookahead.backend.protocol import OnPrefill
@@ -115,8 +116,10 @@ class SharedRows:
                     return
 
     def _can_admit(self, waiting: deque[Request], ahead: PromptsAhead) -> bool:
-        """Whether a prompt was read, or the first waiting one can be."""
-        return ahead.has_read or (not ahead.reading and self._next(waiting) is not None)
+        """Whether a prompt was read, or a waiting one can be."""
+        return ahead.has_read or any(
+            ahead.is_short(request) or ahead.can_begin(request) for request in self._candidates(waiting, ahead)
+        )
 
     def _end_cancelled(self, engine: Engine) -> list[Request]:
         """Free the rows of cancelled requests."""
@@ -141,7 +144,7 @@ class SharedRows:
         request.is_over, row = True, request.row
         held = self.engine.kept.pop(row.index, None)
         if held is not None and self._ahead is not None:
-            self._ahead.store.put(row.text[: held.tokens], held)
+            self._ahead.store.put(row.text[: held.tokens], held, request.salt)
 
     def _admit(self, waiting: deque[Request]) -> list[Request]:
         """Admit requests in order while rows and room are free; returns those that left the queue."""
@@ -150,36 +153,40 @@ class SharedRows:
             return self._add(list(self._taken(waiting)))
         if waiting:
             ahead.refresh()
-        while ahead.can_begin and (request := self._next(waiting)) is not None:
-            if not ahead.reading and ahead.prefix_if_short(request.row):
-                break
-            ahead.begin(waiting.popleft(), is_shared=bool(self.running))
+        for request in self._candidates(waiting, ahead):
+            if not ahead.is_short(request) and ahead.can_begin(request) and self._has_room_for(request):
+                waiting.remove(request)
+                ahead.begin(request, is_shared=bool(self.running))
         if not ahead.has_read:
             return self._add_short(waiting, ahead)
-        request, future = ahead.reading.popleft()
-        if error := future.exception():
-            request.fail(error)
-        elif request.is_cancelled:
+        request, future = ahead.take()
+        if request.is_cancelled:
             request.is_over = True
+        elif error := future.exception():
+            request.fail(error)
         else:
             self.running[request.index] = request
             return self._add([request], read=future.result())
         return [request]
 
     def _add_short(self, waiting: deque[Request], ahead: PromptsAhead) -> list[Request]:
-        """Admit the first waiting requests if all but a few of their tokens are known from earlier texts."""
+        """Admit waiting requests if all but a few of their tokens are known from earlier texts."""
         joining, prefixes, unread = list[Request](), list[Prefix](), 0
-        while not ahead.reading and (request := self._next(waiting)) is not None:
-            prefix = ahead.prefix_if_short(request.row, unread)
-            if prefix is None:
-                break
-            unread += request.row.tokens - prefix.tokens
-            prefixes.append(prefix)
-            joining.append(waiting.popleft())
+        for request in self._candidates(waiting, ahead):
+            if not ahead.is_short(request, unread) or not self._has_room_for(request):
+                continue
+            prefixes.append(ahead.prefix(request))
+            unread += request.row.tokens - prefixes[-1].tokens
+            joining.append(request)
+            waiting.remove(request)
             self.running[request.index] = request
             if self.engine is None or self.engine.reads_alone or not ahead.reads_apart:
                 break
         return self._add(joining, prefixes=prefixes)
+
+    def _candidates(self, waiting: deque[Request], ahead: PromptsAhead) -> list[Request]:
+        """The waiting requests that may be next, up to the first without room: a large one is not passed for ever."""
+        return list(takewhile(self._has_room_for, ahead.candidates(waiting)))
 
     def _taken(self, waiting: deque[Request]) -> Iterator[Request]:
         """Take requests from the queue while rows and room are free."""
@@ -189,11 +196,15 @@ class SharedRows:
 
     def _next(self, waiting: deque[Request]) -> Request | None:
         """The first waiting request, if a row and room in the cache are free for it."""
+        return waiting[0] if waiting and self._has_room_for(waiting[0]) else None
+
+    def _has_room_for(self, request: Request) -> bool:
+        """Whether a row and room in the cache are free for a request."""
         held = self.unfinished
-        if not waiting or waiting[0].row is None or len(held) >= self._rows:
-            return None
-        needs = [self._tokens_of(request) for request in (*held, waiting[0])]
-        return waiting[0] if fits(needs, self._cache_tokens) else None
+        if request.row is None or len(held) >= self._rows:
+            return False
+        needs = [self._tokens_of(other) for other in (*held, request)]
+        return fits(needs, self._cache_tokens)
 
     def _add(self, requests: list[Request], **known: Any) -> list[Request]:
         """Add requests to the engine, which reads their prompts; `known` are options of `Engine.admit`."""

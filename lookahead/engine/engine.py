@@ -199,7 +199,7 @@ class Engine:
             if not self._rows:
                 return []
             positions, plan = self._backend.positions, self._plan_without_controller
-            left = [row.stopping.max_length - row.length for row in self._rows]
+            left = [row.stopping.max_length - row.length if row.drafts else 1 for row in self._rows]
             if positions is not None:  # the model can read no tokens beyond them
                 left = [min(n, 1 + row.positions_left(positions)) for n, row in zip(left, self._rows, strict=True)]
             if self._controller is not None:

@@ -82,6 +82,7 @@ class Row:
         self.prefilled = 0.0  # `time.perf_counter` at the end of its prefill
         self.policy = BitPolicy.ROUNDED  # the bits of its passes
         self.finish_reason: FinishReason | None = None
+        self.drafts = True  # whether drafts are made for it
         self.is_edited = False  # whether processors or criteria of a user's, which may write into the ids, are called
 
     @property

@@ -98,6 +98,8 @@ class Answer:
             },
             "lookahead": {
                 "passes": stats.target_forwards,
+                "drafted_tokens": stats.drafted_tokens,
+                "accepted_tokens": stats.accepted_tokens,
                 "drafted": dict(stats.drafted_by_source),
                 "accepted": dict(stats.accepted_by_source),
             },

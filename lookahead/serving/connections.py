@@ -129,6 +129,12 @@ class Server(uvicorn.Server):  # type: ignore[misc]  # untyped base class
         asyncio.get_running_loop().set_exception_handler(self._tell)
         await super().startup(sockets)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End all answers; the requests that are cancelled at the end of the time still say why."""
+        await super().shutdown(sockets)
+        if tasks := set(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=1)
+
     def _tell(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not isinstance(context.get("exception"), OSError) or "socket" not in context:
             loop.default_exception_handler(context)

@@ -125,7 +125,8 @@ class DecodingLoop:
             options |= {"output_logits": True, "return_dict_in_generate": True}
         grammars = {"json_schema": request.json_schema, "regex": request.regex, "grammar": request.grammar}
         options = with_row_processors(self.model, self.tokenizer, None, options, None, grammars)
-        reader = PromptReader(self.model, self.tokenizer, self._config, **options)
+        config = self._config if request.drafts else replace(self._config or LookaheadConfig(), proposers=())
+        reader = PromptReader(self.model, self.tokenizer, config, **options)
         return PlannedRequest(request, reader, reader.plan([reader.read(request.ids, 0)], None, [request.prediction]))
 
     def put(self, planned: PlannedRequest, on_update: OnUpdate, choice: int = 0) -> Ticket:
@@ -137,12 +138,14 @@ class DecodingLoop:
         if choice and not (self._shares_rows and plan.can_join):  # a plan that is decoded apart may hold its cache
             ids, prediction = [request.ids], [request.prediction]
             plan = replace(planned.reader.plan(ids, None, prediction), generator=plan.generator)
-        put = Request(next(self._numbers), plan=plan, seed=seed)
+        put = Request(next(self._numbers), plan=plan, seed=seed, salt=request.salt)
         put.join(plan, shares_rows=self._shares_rows)
+        if put.row is not None:
+            put.row.drafts = request.drafts
         lane = self._apart if put.row is None else self._together
         with self._submitting:
             self._check_room()
-            return lane.put(Output(put, self.tokenizer, on_update, request.top_logprobs))
+            return lane.put(Output(put, self.tokenizer, on_update, request), request.client)
 
     def _check_room(self) -> None:
         waiting = sum(lane.waiting for lane in self._lanes)
@@ -170,7 +173,9 @@ class _Lane:
         self._scheduler, self._changed, self.is_closed = scheduler, threading.Condition(), False
         self._new = list[Request]()
         self._outputs: dict[int, Output] = {}  # those that have not ended, by number
+        self._clients: dict[int, str] = {}  # whose outputs these are
         self._running = self._read_tokens = self._reused_tokens = 0
+        self._turn_now = 0  # the latest turn of an output that has begun
         self._thread: threading.Thread | None = None  # started with the first output
 
     @property
@@ -194,11 +199,13 @@ class _Lane:
             "reused_tokens": self._reused_tokens,
         }
 
-    def put(self, output: Output) -> Ticket:
-        """Add an output."""
+    def put(self, output: Output, client: str) -> Ticket:
+        """Add an output. Clients take turns: one waits for as many outputs of others as it has itself."""
         with self._changed:
             if self.is_closed:
                 raise LoopClosedError("the decoding loop was closed")
+            output.request.turn = self._turn_now + sum(owner == client for owner in self._clients.values())
+            self._clients[output.request.index] = client
             self._outputs[output.request.index] = output
             self._new.append(output.request)
             if self._thread is None:
@@ -250,12 +257,13 @@ class _Lane:
     def _tell(self, request: Request) -> None:
         """Send an update to the client of a request."""
         output, stats = self._outputs[request.index], request.stats
+        self._turn_now = max(self._turn_now, request.turn)
         if request.last is not None and not output.has_begun:
             self._read_tokens += stats.prompt_tokens - stats.reused_tokens
             self._reused_tokens += stats.reused_tokens
         if request.is_over:
             with self._changed:
-                del self._outputs[request.index]
+                del self._outputs[request.index], self._clients[request.index]
         try:
             output.tell()
         except Exception:  # of its client alone; the other outputs go on

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.decoding.request import Request
 from lookahead.decoding.text_pieces import TextPieces
 from lookahead.engine.row import Row
-from lookahead.serving.requests import OnUpdate, TokenLogprobs, Update
+from lookahead.serving.requests import GenerationRequest, OnUpdate, TokenLogprobs, Update
 
 _LEAST_LOG = -9999.0  # JSON has no infinity
 
@@ -21,16 +21,17 @@ class Output:
         request: Its request in a scheduler.
         tokenizer: The tokenizer.
         on_update: Gets its updates.
-        top_logprobs: As in `GenerationRequest`.
+        asked: The client's request.
 
     Attributes:
         has_begun: Whether an update was sent.
     """
 
     def __init__(
-        self, request: Request, tokenizer: PreTrainedTokenizerBase, on_update: OnUpdate, top_logprobs: int | None
+        self, request: Request, tokenizer: PreTrainedTokenizerBase, on_update: OnUpdate, asked: GenerationRequest
     ) -> None:
-        self.request, self.has_begun, self._top = request, False, top_logprobs
+        self.request, self.has_begun, self._top = request, False, asked.top_logprobs
+        self._hidden_ends = frozenset(asked.hidden_ends)
         self._pieces, self._on_update = TextPieces(tokenizer), on_update
 
     def tell(self) -> None:
@@ -41,7 +42,8 @@ class Output:
             self._on_update(Update(text=self._pieces.end(), end="cancelled", stats=request.stats))
             return
         tokens = last.tokens.tolist()
-        text = self._pieces.put(tokens)
+        is_hidden = last.finish_reason == "stop" and tokens[-1] in self._hidden_ends
+        text = self._pieces.put(tokens[:-1] if is_hidden else tokens)
         if last.finish_reason is not None:
             text += self._pieces.end()
         end, error, logprobs = last.finish_reason, last.error, list[TokenLogprobs]()

@@ -43,6 +43,7 @@ Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeVa
 Text = Annotated[str, StringConstraints(min_length=1)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+OptionalText = Annotated[str, StringConstraints(max_length=200)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
@@ -54,6 +55,8 @@ class _Body(BaseModel):
     def _has_few_fields(cls, given: Any) -> Any:
         if isinstance(given, dict) and len(given) > _MOST_FIELDS:
             raise ValueError(f"an object has at most {_MOST_FIELDS} fields here, got {len(given)}")
+        if isinstance(given, dict):  # an unknown field that is null is absent, as clients send what they got
+            return {name: value for name, value in given.items() if value is not None or name in _names_of(cls)}
         return given
 
 
@@ -62,6 +65,7 @@ class TextPart(_Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Any = None  # of other servers
 
 
 class Function(_Body):
@@ -101,8 +105,18 @@ class Message(_Body):
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # in answers that clients send back
+    # In answers of this and other servers that clients send back.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    cache_control: Any = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.role != "assistant" and not self.content and self.content != "":
+            raise ValueError(f"a message of the role {self.role!r} needs content")
+        return self
 
     @property
     def characters(self) -> int:
@@ -112,8 +126,10 @@ class Message(_Body):
 
     def for_template(self) -> dict[str, Any]:
         """The message in the form of chat templates."""
-        given = self.model_dump(exclude_none=True, exclude={"annotations"})
-        given["content"] = text_of(self.content)
+        given = self.model_dump(exclude_none=True, exclude={"annotations", "refusal", "reasoning", "cache_control"})
+        given["content"] = text_of(self.content) or self.refusal or ""
+        if self.reasoning is not None:
+            given.setdefault("reasoning_content", self.reasoning)
         given["role"] = "system" if self.role == "developer" else self.role
         return given
 
@@ -148,33 +164,48 @@ class StreamOptions(_Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class Drafting(_Body):
+    """Options of this server."""
+
+    draft: bool = True
+
+
 class GenerationBody(_Body):
     """The common fields of chats and completions."""
 
     model: str | None = None
     temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     logit_bias: Biases | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: OptionalText | Annotated[list[StopText], Field(max_length=16)] | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     regex: Text | None = None
     grammar: Text | None = None
     prediction: Prediction | None = None
+    lookahead: Drafting | None = None
+    cache_salt: OptionalText | None = None
     # Fields without effect on outputs.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(_are_few)] | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    priority: int | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @property
@@ -185,7 +216,7 @@ class GenerationBody(_Body):
     @property
     def stops(self) -> list[str]:
         """Texts that end an output and are not part of it."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [self.stop] if self.stop and isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def includes_usage(self) -> bool:
@@ -205,6 +236,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None  # for templates
 
 
 class CompletionBody(GenerationBody):
@@ -296,8 +328,13 @@ def _field_names() -> frozenset[str]:
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
-        names |= {field.alias or name for name, field in kind.model_fields.items()}
+        names |= _names_of(kind)
     return frozenset(names)
+
+
+@functools.cache
+def _names_of(kind: type[_Body]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
 def shortened(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,6 +37,8 @@ class GenerationRequest:
         regex: A regular expression that it matches, instead of a schema.
         grammar: A grammar that it follows, instead of a schema.
         top_logprobs: Number of most likely tokens to report for every token; None reports no log-probabilities.
+        drafts: Whether its tokens are drafted.
+        hidden_ends: End-of-sequence tokens that are not part of the text, besides special tokens.
         client: Whose request it is: clients take turns.
         salt: Only requests with the same one share kept keys and values.
     """
@@ -50,6 +52,8 @@ class GenerationRequest:
     regex: str | None = None
     grammar: str | None = None
     top_logprobs: int | None = None
+    drafts: bool = True
+    hidden_ends: Collection[int] = ()
     client: str = ""
     salt: str = ""
 

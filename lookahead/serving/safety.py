@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from lookahead.serving.api_errors import ApiError
+from lookahead.serving.api_errors import ApiError, shutting_down
 
-_OPEN = "/health", "/"  # served without a key: they reveal nothing
+_OPEN = "/health", "/ping", "/"  # served without a key: they reveal nothing
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -31,7 +32,7 @@ class Guard:
     Args:
         app: The application.
         hosts: Further names of this server.
-        api_key: The bearer token that clients must send; None for none.
+        api_keys: The bearer tokens of which clients must send one; none if empty.
         max_body: Maximum bytes of a request.
         origins: Allowed origins of web pages.
         on_answer: Called with the path and the status of every answer.
@@ -42,7 +43,7 @@ class Guard:
         app: Any,
         *,
         hosts: Collection[str],
-        api_key: str | None,
+        api_keys: Sequence[str],
         max_body: int,
         origins: Collection[str],
         on_answer: OnAnswer,
@@ -50,7 +51,7 @@ class Guard:
         self._app, self._max_body = app, max_body
         self._hosts = {"localhost", *(host.lower() for host in hosts)}
         self._on_answer, self._origins = on_answer, frozenset(origins)
-        self._key = None if api_key is None else api_key.encode()
+        self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """The ASGI entry point."""
@@ -58,7 +59,11 @@ class Guard:
             await self._app(scope, receive, send)
             return
 
+        has_begun = False
+
         async def counted(message: dict[str, Any]) -> None:
+            nonlocal has_begun
+            has_begun = True
             if message["type"] == "http.response.start":
                 self._on_answer(getattr(scope.get("route"), "path", "other"), message["status"])
             await send(message)
@@ -66,7 +71,12 @@ class Guard:
         try:
             self._check(scope, Headers(scope=scope))
             await self._app(scope, self._limited(receive), counted)
-        except ApiError as error:
+        except (ApiError, asyncio.CancelledError) as raised:
+            if has_begun:
+                raise
+            error = (
+                raised if isinstance(raised, ApiError) else shutting_down()
+            )  # uvicorn cancels what is left at its end
             answer = JSONResponse(error.body, error.status, {**error.headers, "connection": "close"})
             await answer(scope, receive, counted)
 
@@ -81,10 +91,17 @@ class Guard:
         is_known = origin is None or origin in self._origins
         if not is_known and origin.partition("//")[2].lower() != headers["host"].lower():
             raise ApiError(403, f"Origin: {origin[:100]!r} may not call this server; --cors-origin allows an origin")
-        if self._key is not None and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
-            given = headers.get("authorization", "").partition(" ")[2].strip().encode()
-            if not hmac.compare_digest(given, self._key):
+        owner = ""
+        if self._keys and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
+            # Clients send characters outside ASCII as UTF-8 or as Latin-1.
+            sent = headers.get("authorization", "").partition(" ")[2].strip().encode("latin-1")
+            given = sent, sent.decode("latin-1").encode()
+            fits = [any(hmac.compare_digest(each, key) for each in given) for key in self._keys]
+            if not any(fits):
                 raise ApiError(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'")
+            owner = f"key {fits.index(True)}"
+        address = str((scope.get("client") or ("",))[0])
+        scope["state"] = {**scope.get("state", {}), "owner": owner, "client": owner if len(self._keys) > 1 else address}
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body:
             raise self._too_large()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from lookahead import LookaheadConfig, load, prepare_costs
-from lookahead.errors import LookaheadError
+from lookahead.errors import ConfigError, LookaheadError
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest
@@ -25,29 +27,34 @@ class ServedModel:
 
     Args:
         name: Its name in requests.
+        source: What `lookahead.load` takes.
         config: How to draft.
         max_new_tokens: Maximum tokens of an output.
         loading: Options of `lookahead.load`.
         decoding: Options of `DecodingLoop`.
+        plain_user_text: As in `Translator`.
     """
 
     def __init__(
         self,
         name: str,
+        source: str,
         *,
         config: LookaheadConfig | None,
         max_new_tokens: int,
         loading: dict[str, Any],
         decoding: dict[str, Any],
+        plain_user_text: bool = False,
     ) -> None:
         self.name = name
-        self.model, self.tokenizer = load(name, **loading)
+        self.model, self.tokenizer = load(source, **loading)
         try:
             prepare_costs(self.model)
         except (LookaheadError, OSError) as error:  # transformers decodes it, or the costs are not saved
             _log.info("%s: %s", name, error)
         self.loop = DecodingLoop(self.model, self.tokenizer, config=config, **decoding)
-        self.translator = Translator(self.model, self.tokenizer, max_new_tokens, self.loop.most_outputs)
+        given = self.model, self.tokenizer, max_new_tokens, self.loop.most_outputs
+        self.translator = Translator(*given, plain_user_text=plain_user_text)
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -65,15 +72,22 @@ class ServedModels:
     """Loads the models of a server, each on a thread.
 
     Args:
-        names: The models; the first is the default of requests.
+        sources: The models, as `lookahead.load` takes them; the first is the default of requests.
+        names: Their names in requests; None for theirs, or those of their folders.
         options: Further arguments of `ServedModel`.
+
+    Raises:
+        ConfigError: There is not a name of its own for each model.
     """
 
-    def __init__(self, names: Sequence[str], **options: Any) -> None:
-        self.names, self._options = tuple(names), options
+    def __init__(self, sources: Sequence[str], names: Sequence[str] | None = None, **options: Any) -> None:
+        self.names = tuple(names or map(_name_of, sources))
+        if len({*self.names}) != len(sources) or len(self.names) != len(sources):
+            raise ConfigError(f"every model needs a name of its own, got {', '.join(self.names)}")
+        self._options, self._created = options, int(time.time())
         self._models: dict[str, Future[ServedModel]] = {name: Future() for name in self.names}
-        for name, future in self._models.items():
-            threading.Thread(target=self._load, args=(name, future), daemon=True).start()
+        for name, source in zip(self.names, sources, strict=True):
+            threading.Thread(target=self._load, args=(name, source), daemon=True).start()
 
     @property
     def is_loading(self) -> bool:
@@ -101,13 +115,25 @@ class ServedModels:
             )  # fmt: skip
         return self._models[wanted]
 
-    def _load(self, name: str, future: Future[ServedModel]) -> None:
+    def described(self, name: str) -> dict[str, Any]:
+        """A model as `/v1/models` lists it; its context is known once it is loaded."""
+        context = next((each.translator.context for each in self.loaded if each.name == name), None)
+        known = {} if context is None else {"max_model_len": context}
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "lookahead", **known}
+
+    def _load(self, name: str, source: str) -> None:
         try:
-            future.set_result(ServedModel(name, **self._options))
+            self._models[name].set_result(ServedModel(name, source, **self._options))
         except BaseException as error:
-            future.set_exception(error)
+            self._models[name].set_exception(error)
 
     def close(self) -> None:
         """End the outputs of all models."""
         for model in self.loaded:
             model.loop.close()
+
+
+def _name_of(source: str) -> str:
+    """The name of a model in requests: paths of this machine are not shown."""
+    path = Path(source)
+    return path.resolve().name if path.exists() else source

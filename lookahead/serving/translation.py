@@ -17,6 +17,7 @@ from lookahead.errors import ConfigError, LogitsError, PromptError, PromptTooLon
 from lookahead.model.facts import context_limit
 from lookahead.model.model_kind import kind_of
 from lookahead.serving.api_errors import ApiError, invalid, shutting_down
+from lookahead.serving.plain_text import PlainText
 from lookahead.serving.request_schemas import (
     ChatBody,
     CompletionBody,
@@ -32,6 +33,7 @@ from lookahead.serving.tool_calls import schema_of_call
 from lookahead.verification.stopping import end_tokens
 
 _TOKEN = re.compile("0|[1-9][0-9]{0,9}")  # one way to write each token
+_PLACES = {"logit_bias": "keys", "stop_token_ids": "entries"}
 _AS_THEY_ARE = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
@@ -65,6 +67,7 @@ class Translator:
         tokenizer: Its tokenizer.
         max_new_tokens: Maximum tokens of an output.
         most_outputs: Maximum outputs of a request; None for any number.
+        plain_user_text: Whether special tokens in messages of users and tools are text.
     """
 
     def __init__(
@@ -73,7 +76,10 @@ class Translator:
         tokenizer: PreTrainedTokenizerBase,
         max_new_tokens: int,
         most_outputs: int | None = None,
+        *,
+        plain_user_text: bool = False,
     ) -> None:
+        self._plain = PlainText(tokenizer) if plain_user_text else None
         self._model, self._tokenizer, self._most, self._most_outputs = model, tokenizer, max_new_tokens, most_outputs
         self.context = None if kind_of(model).has_encoder else context_limit(model)
         self._limit = kind_of(model).prompt_limit(model)
@@ -107,7 +113,9 @@ class Translator:
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("top_logprobs", "is for logprobs=true")
         tools = self._tools_of(body)
-        ids = self._render(body.messages, body.chat_template_kwargs, None if body.tool_choice == "none" else body.tools)
+        kwargs = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+        kwargs |= body.chat_template_kwargs or {}
+        ids = self._render(body.messages, kwargs, None if body.tool_choice == "none" else body.tools)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         schema: Any = None
         prediction = self._prediction(body, most)
@@ -166,13 +174,14 @@ class Translator:
                 raise invalid(f"chat_template_kwargs.{name}", "cannot be set by clients")
         given = [_with_objects(message.for_template()) for message in messages]
         ids = self._read(given, chat_template_kwargs=kwargs)
-        if not tools:
-            return ids
-        kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-        with_tools = self._read(given, chat_template_kwargs=kwargs)
-        if with_tools == ids:
-            raise invalid("tools", "the chat template of the model takes none")
-        return with_tools
+        if tools:
+            kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+            without, ids = ids, self._read(given, chat_template_kwargs=kwargs)
+            if ids == without:
+                raise invalid("tools", "the chat template of the model takes none")
+        if self._plain is not None and self._plain.holds_special(given):
+            return self._read(self._plain.ids(given, kwargs))
+        return ids
 
     def _read(self, prompt: Any, **options: Any) -> list[int]:
         field = "messages" if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else "prompt"
@@ -200,6 +209,8 @@ class Translator:
         prediction: list[int] | None,
     ) -> GenerationRequest:
         options: dict[str, Any] = {name: each for name in _AS_THEY_ARE if (each := getattr(body, name)) is not None}
+        if options.get("top_k") == -1:
+            options["top_k"] = 0
         is_random = any(options.get(name) for name in ("temperature", "top_p", "top_k", "min_p"))
         is_random |= body.seed is not None or body.choices > 1
         if options.get("temperature") == 0:
@@ -209,8 +220,15 @@ class Translator:
         options["max_new_tokens"] = self._new_tokens(ids, most, most_name)
         # Special tokens are not part of the text, so a special stop token is not found there.
         special = self._tokenizer.get_added_vocab()
-        if ends := [special[stop] for stop in body.stops if stop in special]:
-            options["eos_token_id"] = [*ends, *end_tokens(resolved(self._model, None, {}, "eos_token_id"))]
+        ends = [special[stop] for stop in body.stops if stop in special]
+        ends += [self._token(str(token), "stop_token_ids") for token in body.stop_token_ids or ()]
+        if body.ignore_eos or ends:
+            own = [] if body.ignore_eos else end_tokens(resolved(self._model, None, {}, "eos_token_id"))
+            options["eos_token_id"] = [*ends, *own]
+        if body.min_tokens:
+            if body.min_tokens > options["max_new_tokens"]:
+                raise invalid("min_tokens", f"must be at most {options['max_new_tokens']}, got {body.min_tokens}")
+            options["min_new_tokens"] = body.min_tokens
         if body.logit_bias:
             options["sequence_bias"] = {(self._token(token),): bias for token, bias in body.logit_bias.items()}
         if body.presence_penalty or body.frequency_penalty:
@@ -221,7 +239,8 @@ class Translator:
             raise invalid(given[1], f"cannot be combined with {given[0]}")
         return GenerationRequest(
             ids=ids, options=options, choices=body.choices, seed=body.seed, prediction=prediction,
-            top_logprobs=logprobs, **grammars,
+            top_logprobs=logprobs, drafts=body.lookahead is None or body.lookahead.draft,
+            hidden_ends=body.stop_token_ids or (), **grammars,
         )  # fmt: skip
 
     def _new_tokens(self, ids: list[int], most: int | None, name: str) -> int:
@@ -234,9 +253,9 @@ class Translator:
             raise _too_long(name, message)
         return most or room
 
-    def _token(self, token: str) -> int:
+    def _token(self, token: str, field: str = "logit_bias") -> int:
         if not _TOKEN.fullmatch(token) or int(token) >= self._model.config.get_text_config().vocab_size:
-            raise invalid("logit_bias", f"keys must be token ids of the model, got {token[:20]!r}")
+            raise invalid(field, f"{_PLACES[field]} must be token ids of the model, got {token[:20]!r}")
         return int(token)
 
 

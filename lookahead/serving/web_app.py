@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
+import lookahead
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody
 from lookahead.serving.safety import Guard
@@ -39,7 +40,7 @@ def make_app(
     models: ServedModels,
     *,
     hosts: Collection[str] = (),
-    api_key: str | None = None,
+    api_keys: Sequence[str] = (),
     max_body: int = 4 << 20,
     timeout_s: float = 600.0,
     cors_origins: Sequence[str] = (),
@@ -49,7 +50,7 @@ def make_app(
     Args:
         models: The served models.
         hosts: Names that the header `Host` may have besides `localhost` and IP addresses.
-        api_key: The key that clients must send; None for none.
+        api_keys: The keys of which clients must send one; none if empty.
         max_body: Maximum bytes of a request.
         timeout_s: Maximum seconds of an answer.
         cors_origins: Allowed origins of web pages.
@@ -59,7 +60,9 @@ def make_app(
 
     async def generation(request: Request, kind: type[Any]) -> Response:
         body = await service.body(request, kind)
-        turn = await unless_left(request, service.begin(body))
+        client, owner = request.state.client, request.state.owner
+        salt = owner if body.cache_salt is None else f"{owner}\n{body.cache_salt}"
+        turn = await unless_left(request, service.begin(body, client, salt))
         if body.stream:
             return _Stream(turn, service.stream(turn), media_type="text/event-stream")
         return await service.whole(turn, request)
@@ -75,13 +78,25 @@ def make_app(
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await service.body(request, TokenizeBody)
-        tokens, context = await unless_left(request, service.tokens(body, ""))
+        tokens, context = await unless_left(request, service.tokens(body, request.state.client))
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": context})
 
     @app.get("/v1/models")
     async def listed() -> Response:
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "lookahead"} for name in models.names]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": [models.described(name) for name in models.names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        models.get(name)
+        return JSONResponse(models.described(name))
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": lookahead.__version__})
+
+    @app.get("/ping")
+    async def ping() -> Response:
+        return Response()
 
     @app.get("/health")
     async def health() -> Response:
@@ -118,4 +133,4 @@ def make_app(
     def count(path: str, status: int) -> None:
         service.metrics.requests.labels(path, str(status)).inc()
 
-    return Guard(app, hosts=hosts, api_key=api_key, max_body=max_body, origins=cors_origins, on_answer=count)
+    return Guard(app, hosts=hosts, api_keys=api_keys, max_body=max_body, origins=cors_origins, on_answer=count)

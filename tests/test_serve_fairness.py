@@ -1,0 +1,167 @@
+"""Clients beside each other: who waits for whom, and what one may learn of another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lookahead import LookaheadConfig
+from lookahead.backend import torch_backend
+from lookahead.backend.read_prompt import ReadingAhead
+from lookahead.serving.decoding_loop import DecodingLoop
+from lookahead.serving.requests import GenerationRequest
+from tests.support.running_server import Running, folder, server
+from tests.test_decoding_loop import Client, alone
+
+__all__ = ["folder", "server"]  # fixtures
+pytest.importorskip("openai")
+WAIT_S = 120.0
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture
+def serving() -> Iterator[Callable[..., DecodingLoop]]:
+    loops: list[DecodingLoop] = []
+
+    def begin(*arguments: Any, **options: Any) -> DecodingLoop:
+        loops.append(DecodingLoop(*arguments, **{"config": LookaheadConfig(draft="fixed"), **options}))
+        return loops[-1]
+
+    yield begin
+    for loop in loops:
+        loop.close()
+
+
+def request_of(tokens: int, first: int = 5, **fields: Any) -> GenerationRequest:
+    """A request whose prompt no other one begins like."""
+    first = 3 + first % 90
+    ids = [first, *(3 + (first * i) % 50 for i in range(1, tokens))]
+    return GenerationRequest(ids=ids, options=fields.pop("options", GREEDY), **fields)
+
+
+def test_short_and_quick_prompts_pass_long_ones_and_all_keep_their_tokens(
+    serving, tiny_llama, tiny_tokenizer, monkeypatch
+):
+    monkeypatch.setattr("lookahead.decoding.prompts_ahead._QUICK", 200)
+    leave, own, begun = threading.Event(), ReadingAhead.read, threading.Event()
+
+    def slow(self: Any, ids: Any, *arguments: Any) -> Any:
+        if len(ids) > 200:
+            begun.set()
+            assert leave.wait(WAIT_S)
+        return own(self, ids, *arguments)
+
+    monkeypatch.setattr(ReadingAhead, "read", slow)
+    loop = serving(tiny_llama, tiny_tokenizer, rows=8, prefix_bytes=0)
+    long = [(request_of(300 + i, 7 + i)) for i in range(4)]
+    waiting = [Client(loop, request) for request in long]
+    assert begun.wait(WAIT_S)
+    quick = [request_of(tokens, 20 + tokens) for tokens in (5, 100, 199, 40)]
+    passing = [Client(loop, request) for request in quick]
+    for client in passing:
+        client.wait()
+    assert not any(client.updates for client in waiting)
+    leave.set()
+    for client, request in zip([*waiting, *passing], [*long, *quick], strict=True):
+        assert client.wait().error is None
+        assert client.tokens == alone(tiny_llama, tiny_tokenizer, request).token_ids[0]
+
+
+def test_a_long_prompt_that_waits_for_room_is_not_passed_for_ever(serving, tiny_llama, tiny_tokenizer):
+    loop, order = serving(tiny_llama, tiny_tokenizer, rows=4, cache_tokens=500), list[str]()
+
+    def put(name: str, request: GenerationRequest) -> Client:
+        return Client(loop, request, lambda: order.append(name))
+
+    endless = {"max_new_tokens": 150, "min_new_tokens": 150, "do_sample": False}
+    first = put("first", request_of(9, 4, options=endless))
+    large = put("large", request_of(300, 6))
+    later = [put("later", request_of(9, 10 + i, options=endless)) for i in range(6)]
+    for client in (first, large, *later):
+        client.wait()
+    assert order.index("large") < 3
+
+
+def test_turns_go_round_the_clients(serving, tiny_llama, tiny_tokenizer):
+    loop, order, begun = serving(tiny_llama, tiny_tokenizer, rows=1), list[str](), threading.Event()
+    long = {"max_new_tokens": 200, "min_new_tokens": 200, "do_sample": False}
+
+    def put(client: str, first: int, **fields: Any) -> Client:
+        request = request_of(9, first, client=client, **fields)
+        return Client(loop, request, lambda: (order.append(client), begun.set()))
+
+    clients = [put("a", 4, options=long)]
+    assert begun.wait(WAIT_S)
+    clients += [put("a", 5 + i) for i in range(4)] + [put("b", 20), put("c", 21), put("b", 22)]
+    for client in clients:
+        client.wait()
+    assert order == ["a", "b", "c", "a", "b", "a", "a", "a"]
+
+
+def test_a_prompt_is_not_read_to_its_end_for_a_client_that_left(serving, tiny_llama, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 16)
+    loop, own, parts, ticket = serving(tiny_llama, tiny_tokenizer, rows=2), ReadingAhead.read, list[int](), list[Any]()
+    submitted = threading.Event()
+
+    def read(self: Any, ids: Any, salt: str, on_prefill: Any) -> Any:
+        def report(done: int, total: int) -> None:
+            parts.append(done)
+            assert submitted.wait(WAIT_S)
+            if done >= 32:
+                ticket[0].ticket.cancel()
+            on_prefill(done, total)
+
+        return own(self, ids, salt, report)
+
+    monkeypatch.setattr(ReadingAhead, "read", read)
+    ticket.append(Client(loop, request_of(400)))
+    submitted.set()
+    assert ticket[0].wait().end == "cancelled" and parts == [0, 16, 32]
+    other = request_of(20, 9)
+    client = Client(loop, other)
+    client.wait()
+    assert client.tokens == alone(tiny_llama, tiny_tokenizer, other).token_ids[0]
+
+
+@pytest.mark.parametrize("tokens", [40, 150])
+def test_kept_keys_are_those_of_requests_with_the_same_salt(serving, tokens, tiny_llama, tiny_tokenizer):
+    loop, reused = serving(tiny_llama, tiny_tokenizer, rows=2), list[int]()
+    for salt in ("", "a", "b", "a", "b", ""):
+        request = request_of(tokens, 11 + tokens, salt=salt)
+        client = Client(loop, request)
+        reused.append(client.wait().stats.reused_tokens)
+        assert client.tokens == alone(tiny_llama, tiny_tokenizer, request).token_ids[0]
+    assert reused == [0, 0, 0, tokens - 1, tokens - 1, tokens - 1]
+
+
+def cached(answer: Any) -> int:
+    return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+
+def test_a_salt_of_a_request_hides_what_others_wrote(server):
+    text = "what a secret this is, and nobody else may know of it"
+    server.ask(text, extra_body={"cache_salt": "mine"})
+    assert cached(server.ask(text)) == cached(server.ask(text, extra_body={"cache_salt": "other"})) == 0
+    assert cached(server.ask(text, extra_body={"cache_salt": "mine"})) > 0
+
+
+def test_clients_with_keys_of_their_own_share_no_kept_texts(folder):
+    running = Running(folder, api_keys=["one", "schl\u00fcssel"])
+    try:
+        body = {"messages": [{"role": "user", "content": "a long enough text for a prefix"}], "max_tokens": 2}
+
+        def ask(key: bytes) -> int:
+            answer = running.raw(
+                "POST", "/v1/chat/completions", body, Authorization=(b"Bearer " + key).decode("latin-1")
+            )
+            assert answer[0] == 200, answer
+            return int(answer[1]["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert ask(b"one") == ask("schl\u00fcssel".encode()) == 0
+        assert ask(b"one") == ask("schl\u00fcssel".encode()) == ask("schl\u00fcssel".encode("latin-1")) > 0
+        assert running.raw("GET", "/v1/models", Authorization="Bearer schlussel")[0] == 401
+    finally:
+        running.end()
