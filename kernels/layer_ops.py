@@ -15,23 +15,17 @@ from numba.extending import overload
 from torch import Tensor
 
 from lookahead.kernels.jobs import Job, claim_part
-from lookahead.kernels.scalars import bits_of, exp, jit_part, narrow, widen
+from lookahead.kernels.norm_rows import ROUNDED, norm_rows
+from lookahead.kernels.scalars import bits_of, exp, jit_part, narrow, numbers_at, widen
 from lookahead.utils.addresses import array_at
-
-_PARTIALS = 4  # partial sums, each of every fourth vector
-_LEVELS = 4  # of sums; each takes the sums of the level below
-_TURNS = 16  # additions to a level before its sums move to the next one
-_LANES = 8  # float32 per vector, on all x86 CPUs: torch does not build its sums for wider vectors
-_WIDTH = _PARTIALS * _LANES
 
 _F = np.float32
 _MAX_EXP_INPUT = _F(80.0)  # from here on SiLU returns its input
 _NORM, _ROTATION, _GATING, _STORING, _COPYING = range(5)  # kinds of jobs
-ROUNDED, WIDE, PLUS_ONE = range(3)
-"""Norms: of rows that are rounded before they meet the weight, as in Llama, or after, as in OLMo 2; and the latter with
-1 added to the weight, as in Gemma."""
-SILU, GELU_TANH, TABLE, SIGMOID = range(4)
-"""Activations: three formulas, and a table of the results of all bfloat16 numbers."""
+SILU, GELU_TANH, TABLE, SIGMOID, GELU = range(5)
+"""Activations: formulas, and a table of the results of all bfloat16 numbers."""
+_HALF_ROOT, _ERF_SHARE = _F(0.7071067811865476), _F(0.3275911)
+_ERF_SERIES = tuple(map(_F, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)))
 _GELU_FACTOR, _GELU_CUBE = _F(1.5957691216057308), _F(0.044715)  # 2 * sqrt(2 / pi)
 
 
@@ -47,8 +41,11 @@ def norm(
     scale: float = 1.0,
     total: Tensor | None = None,
     means: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Job:
     """A job that divides rows by the root of their mean square plus `eps`, and multiplies them by a weight.
+
+    With the kind `LAYER` it subtracts the mean first, divides by the root of the variance plus `eps`, and adds a bias.
 
     All tensors are contiguous, and of one dtype, bfloat16 or float32, except `means`.
 
@@ -57,14 +54,16 @@ def norm(
         weight: `[size]`; may be None without `out`.
         out: Like `x`, or `x` itself; None only adds.
         eps: Added to the mean square.
-        kind: `ROUNDED`, `WIDE` or `PLUS_ONE`.
+        kind: `ROUNDED`, `WIDE`, `PLUS_ONE` or `LAYER`, whose rows are multiples of 16 numbers.
         delta: Like `x`; added to it first.
         factor: Of `delta`; the product is rounded.
         scale: Of the rounded sum; the product is rounded, and normed.
         total: Like `x`; the sum `x + delta` is written to it.
-        means: float32 `[rows]`; the mean squares are written to it.
+        means: float32 `[rows]`, the mean squares are written to it; of the kind `LAYER` `[2, rows]`, the means, and the
+            reciprocals of the roots.
+        bias: `[size]`, or None.
     """
-    tensors = x, delta, weight, total, out, means
+    tensors = x, delta, weight, total, out, means, bias
     places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     size = x.shape[-1] if weight is None else weight.numel()
     sizes = x.numel() // size, size, bits_of(eps), kind, bits_of(factor), bits_of(scale)
@@ -117,7 +116,7 @@ def gating(
     Args:
         gate: bfloat16 or float32; contiguous, or rows `[rows, size]` of any strides.
         up: Like `gate`, with its strides, or None.
-        kind: `SILU`, `GELU_TANH`, `SIGMOID` or `TABLE`.
+        kind: `SILU`, `GELU_TANH`, `GELU`, `SIGMOID` or `TABLE`.
         table: bfloat16 `[65536]`: the activation of the number with these bits, for a gate in bfloat16.
         out: Contiguous, of the shape of `gate`; if None, results replace the gate, which is contiguous.
         limit: Largest gate, and largest absolute value of `up`, to which 1 is added then; 0 for none.
@@ -148,104 +147,6 @@ def copying(x: Tensor, out: Tensor) -> Job:
     """A job that copies rows `[rows, width]`, whose numbers are side by side, to contiguous ones of their dtype."""
     sizes = *x.shape, x.stride(0)
     return _ENTRIES[x.dtype], 1, (_COPYING, x.data_ptr(), out.data_ptr(), *sizes), (x, out)
-
-
-def _numbers_at(address: Any, size: Any, kind: Any) -> Any:
-    """The array at an address: bfloat16 if `kind` is an integer, else float32."""
-
-
-@overload(_numbers_at, strict=False)
-def _typed_numbers_at(address: Any, size: Any, kind: Any) -> Any:
-    dtype = np.uint16 if isinstance(kind, types.Integer) else np.float32
-    return lambda address, size, kind: array_at(address, (size,), dtype)
-
-
-@jit_part
-def _mean_square(line, sums):
-    """The mean square of a row, in the order of torch's `mean`.
-
-    Every fourth vector goes to the same partial sum. After 16 vectors the sums move to the next level. At the end come
-    the levels, the remaining vectors, the partial sums, the remaining numbers, and the lanes.
-    """
-    size = len(line)
-    steps = size // _WIDTH
-    sums[:] = _F(0.0)
-    for step in range(steps):
-        begin = step * _WIDTH
-        for i in range(_WIDTH):
-            value = line[begin + i]
-            sums[i] += value * value
-        level, turns = _WIDTH, _TURNS
-        while level < len(sums) and (step + 1) % turns == 0:
-            for i in range(level, level + _WIDTH):
-                sums[i] += sums[i - _WIDTH]
-                sums[i - _WIDTH] = _F(0.0)
-            level += _WIDTH
-            turns *= _TURNS
-    for level in range(_WIDTH, len(sums), _WIDTH):
-        for i in range(_WIDTH):
-            sums[i] += sums[level + i]
-    whole = size // _LANES * _LANES
-    for begin in range(steps * _WIDTH, whole, _LANES):
-        for i in range(_LANES):
-            value = line[begin + i]
-            sums[i] += value * value
-    for partial in range(_LANES, _WIDTH, _LANES):
-        for i in range(_LANES):
-            sums[i] += sums[partial + i]
-    final = _F(0.0)
-    for i in range(whole, size):
-        final += line[i] * line[i]
-    for i in range(_LANES):
-        final += sums[i]
-    return final / _F(size)
-
-
-@jit_part
-def _norm(address, kind):
-    """Add the tensor at `delta_at`, unless it is 0, and norm the rows, unless `out_at` is 0."""
-    numbers = array_at(address, (12,), np.int64)
-    x_at, delta_at, weight_at, total_at, out_at, means_at, rows, size, bits, rounding, factor_bits, scale_bits = numbers
-    count, eps, factor = rows * size, np.int32(bits).view(np.float32), np.int32(factor_bits).view(np.float32)
-    of_sum = np.int32(scale_bits).view(np.float32)
-    x, out = _numbers_at(x_at, count, kind), _numbers_at(out_at, count, kind)
-    weight, means = _numbers_at(weight_at, size, kind), array_at(means_at, (rows,), np.float32)
-    delta, total = _numbers_at(delta_at, count, kind), _numbers_at(total_at, count, kind)
-    line, factors = np.empty(size, np.float32), np.empty(size, np.float32)
-    sums = np.empty(_LEVELS * _WIDTH, np.float32)
-    for i in range(size if out_at else 0):
-        factors[i] = widen(weight[i]) + _F(1.0) if rounding == PLUS_ONE else widen(weight[i])
-    for row in range(rows):
-        begin = row * size
-        own = x[begin : begin + size]
-        if delta_at:
-            other, added = delta[begin : begin + size], total[begin : begin + size]
-            if factor == _F(1.0) and of_sum == _F(1.0):
-                for i in range(size):
-                    added[i] = narrow(widen(own[i]) + widen(other[i]), added[i])
-                    line[i] = widen(added[i])
-            else:
-                for i in range(size):
-                    scaled = narrow(widen(other[i]) * factor, added[i])
-                    both = narrow(widen(own[i]) + widen(scaled), added[i])
-                    added[i] = narrow(widen(both) * of_sum, added[i])
-                    line[i] = widen(added[i])
-        else:
-            for i in range(size):
-                line[i] = widen(own[i])
-        if out_at == 0:
-            continue
-        normed, mean = out[begin : begin + size], _mean_square(line, sums)
-        if means_at:
-            means[row] = mean
-        scale = _F(1.0) / np.sqrt(mean + eps)
-        if rounding == ROUNDED:
-            for i in range(size):
-                rounded = widen(narrow(line[i] * scale, normed[i]))
-                normed[i] = narrow(factors[i] * rounded, normed[i])
-        else:
-            for i in range(size):
-                normed[i] = narrow(factors[i] * (line[i] * scale), normed[i])
 
 
 @jit_part
@@ -284,8 +185,8 @@ def _rotate(address, kind):
     """Rotate the heads of queries and keys, which have `width` and `key_width` numbers per token."""
     numbers = array_at(address, (12,), np.int64)
     query_at, key_at, cos_at, sin_at, tokens, width, key_width, dim, turned, size, is_wide, neighbours = numbers
-    query, key = _numbers_at(query_at, tokens * width, kind), _numbers_at(key_at, tokens * key_width, kind)
-    cos, sin = _numbers_at(cos_at, tokens * size, kind), _numbers_at(sin_at, tokens * size, kind)
+    query, key = numbers_at(query_at, tokens * width, kind), numbers_at(key_at, tokens * key_width, kind)
+    cos, sin = numbers_at(cos_at, tokens * size, kind), numbers_at(sin_at, tokens * size, kind)
     wide_cos, wide_sin = array_at(cos_at, (tokens * size,), np.float32), array_at(sin_at, (tokens * size,), np.float32)
     cosines, sines = np.empty(size, np.float32), np.empty(size, np.float32)
     for token in range(tokens):
@@ -301,6 +202,19 @@ def _rotate(address, kind):
 
 
 @jit_part
+def _gelu(x):
+    """x times the normal distribution function; its error function is formula 7.1.26 of Abramowitz and Stegun 1964."""
+    size = np.abs(x) * _HALF_ROOT
+    share = _F(1.0) / (_F(1.0) + _ERF_SHARE * size)
+    series = _ERF_SERIES[0]
+    for i in range(1, 5):
+        series = series * share + _ERF_SERIES[i]
+    square = size * size
+    tail = _F(0.5) * series * share * exp(-square if square < _MAX_EXP_INPUT else -_MAX_EXP_INPUT)
+    return x * (tail if x < _F(0.0) else _F(1.0) - tail)
+
+
+@jit_part
 def _gate(address, kind):
     """Write the products of rows that are `step` numbers apart, as their numbers are `apart`."""
     numbers = array_at(address, (11,), np.int64)
@@ -308,7 +222,7 @@ def _gate(address, kind):
     limit, factor = np.int32(limit_bits).view(np.float32), np.int32(factor_bits).view(np.float32)
     span, table = (rows - 1) * step + (size - 1) * apart + 1, array_at(table_at, (1 << 16,), np.uint16)
     gates, ups, outs = (
-        _numbers_at(gate_at, span, kind), _numbers_at(up_at, span, kind), _numbers_at(out_at, rows * size, kind),
+        numbers_at(gate_at, span, kind), numbers_at(up_at, span, kind), numbers_at(out_at, rows * size, kind),
     )  # fmt: skip
     for row in range(rows):
         first, end = row * step, row * step + (size - 1) * apart + 1
@@ -319,6 +233,9 @@ def _gate(address, kind):
         for i in range(0 if formula == TABLE else size):
             x = widen(gate[i])
             x = limit if limit and x > limit else x
+            if formula == GELU:
+                out[i] = narrow(_gelu(x), gate[i])
+                continue
             power = _GELU_FACTOR * (x + _GELU_CUBE * x * x * x) if formula == GELU_TANH else factor * x
             top = _F(1.0) if formula == SIGMOID else x
             out[i] = narrow(top / (_F(1.0) + exp(-power if power < _MAX_EXP_INPUT else -_MAX_EXP_INPUT)), gate[i])
@@ -347,7 +264,7 @@ def _look_up(number: Any, table: Any) -> Any:
 def _copy(address, kind):
     """Copy rows that are `step` numbers apart."""
     x_at, out_at, rows, width, step = array_at(address, (5,), np.int64)
-    source, out = _numbers_at(x_at, (rows - 1) * step + width, kind), _numbers_at(out_at, rows * width, kind)
+    source, out = numbers_at(x_at, (rows - 1) * step + width, kind), numbers_at(out_at, rows * width, kind)
     for row in range(rows):
         own, to = source[row * step : row * step + width], out[row * width : (row + 1) * width]
         for i in range(width):
@@ -362,8 +279,8 @@ def _store(address, kind):
     for token in range(tokens):
         for source, slots in ((key_at, keys_at), (value_at, values_at)):
             line, to = (
-                _numbers_at(source + token * step, width, kind),
-                _numbers_at(slots + places[token] * step, width, kind),
+                numbers_at(source + token * step, width, kind),
+                numbers_at(slots + places[token] * step, width, kind),
             )
             for i in range(width):
                 to[i] = line[i]
@@ -376,7 +293,7 @@ def _work(address, kind):
         return
     job, numbers = array_at(address, (3,), np.int64)[2], address + 24
     if job == _NORM:
-        _norm(numbers, kind)
+        norm_rows(numbers, kind)
     elif job == _ROTATION:
         _rotate(numbers, kind)
     elif job == _GATING:

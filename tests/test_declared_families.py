@@ -39,7 +39,7 @@ def test_in_float32_passes_are_one_call_with_the_tokens_of_generate(name, calls)
 
 
 @pytest.mark.parametrize(
-    "name", ["Gemma3", "Gemma4", "Olmo3", "Granite", "Qwen2Moe", "Qwen3Moe", "Glm4", "Lfm2", "Qwen3_5"]
+    "name", ["Gemma3", "Gemma4", "GPTNeoX", "Olmo3", "Granite", "Qwen2Moe", "Qwen3Moe", "Glm4", "Lfm2", "Qwen3_5"]
 )
 def test_sampled_tokens_are_those_of_generate(name):
     own, ours = both(made(name), prompt(), do_sample=True, temperature=1.3)
@@ -72,7 +72,7 @@ def test_rows_of_other_lengths_get_the_tokens_of_generate(name, calls):
     assert torch.equal(own, ours) and calls
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "Mistral", "Ministral", "Olmo3", "Exaone4"])
+@pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "Starcoder2", "Mistral", "Ministral", "Olmo3", "Exaone4"])
 def test_windows_are_passed_and_left_with_the_bits_of_generate(name, calls):
     model = made(name)
     for length in (6, 12, 15, 18, 60):  # before the window of 16, at its end, and behind it
@@ -128,7 +128,7 @@ def test_changed_weights_of_experts_are_heeded_by_the_next_pass():
     model = made("Qwen3Moe", SINGLE)
     first, _ = both(model, prompt(), do_sample=False)
     with torch.no_grad():
-        for layer in model.model.layers:
+        for layer in model.base_model.layers:
             layer.mlp.experts.down_proj.neg_()
     own, ours = both(model, prompt(), do_sample=False)
     assert torch.equal(own.sequences, ours.sequences) and not torch.equal(own.sequences, first.sequences)
@@ -137,9 +137,9 @@ def test_changed_weights_of_experts_are_heeded_by_the_next_pass():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layer_that_does_not_match_its_declaration_stays_as_it_is(name):
     model = made(name)
-    model.model.layers[1].extra = nn.Linear(2, 2)
+    model.base_model.layers[1].extra = nn.Linear(2, 2)
     found = fused_layers.find_fused(model)
-    layers = [layer for at, layer in enumerate(model.model.layers) if at != 1]
+    layers = [layer for at, layer in enumerate(model.base_model.layers) if at != 1]
     assert [layer.module for layer in found.layers] == layers
     assert found.reason == "layer 1: extra is not declared"
 
@@ -229,7 +229,7 @@ def test_kept_tables_follow_the_plan_of_the_model():
     both(model, prompt(), do_sample=False)
     plan = plan_of(model)
     with torch.no_grad():
-        model.model.layers[0].input_layernorm.weight.mul_(-1)
+        model.base_model.layers[0].input_layernorm.weight.mul_(-1)
     own, ours = both(model, prompt(), do_sample=False)
     assert torch.equal(own.sequences, ours.sequences) and plan_of(model) is not plan
 

@@ -14,7 +14,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2_rotation
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as phi3_rotation
 
-from lookahead.kernels import layer_ops
+from lookahead.kernels import layer_ops, norm_rows
 from lookahead.kernels.jobs import run
 
 on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch sums in another order")
@@ -125,7 +125,7 @@ def test_numbers_at_the_limits_go_through_as_in_torch(value, dtype):
 
 @on_x86
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-@pytest.mark.parametrize(("kind", "name"), [(layer_ops.WIDE, Olmo2RMSNorm), (layer_ops.PLUS_ONE, Gemma3RMSNorm)])
+@pytest.mark.parametrize(("kind", "name"), [(norm_rows.WIDE, Olmo2RMSNorm), (norm_rows.PLUS_ONE, Gemma3RMSNorm)])
 def test_other_norms_have_the_bits_of_their_modules(kind, name, dtype):
     norm = name(576, 1e-5).requires_grad_(False)
     norm.weight.copy_(random(576, seed=2, spread=0.3))

@@ -47,6 +47,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0, "num_local_experts": 0,
         "shared_intermediate_size": 512, "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope",
     },
+    "Starcoder2": {"sliding_window": 16},
+    "GPTNeoX": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}, "head_dim": None,
+    },
     "Glm": {},
     "Glm4": {},
     "Ernie4_5": {},
@@ -105,7 +109,7 @@ def made(name: str, dtype: torch.dtype = HALF, **options: Any) -> Any:
         for key, weight in model.named_parameters():
             if weight.dim() == 1 or key.endswith("bias"):
                 nn.init.normal_(weight, 0.5, 0.3)
-        for layer in model.model.layers if name == "Gemma4" else ():
+        for layer in model.base_model.layers if name == "Gemma4" else ():
             layer.layer_scalar.uniform_(0.5, 2.0)
     return model.to(dtype).eval()
 

@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lookahead.backend.cpu.activations import ACTIVATIONS, has_formula
 from lookahead.backend.cpu.cpu_pass import CpuPass, thread
 from lookahead.backend.cpu.layer_checks import is_right, keeps_means
 from lookahead.backend.cpu.layer_jobs import (
-    ACTIVATIONS,
     DeclaredLayer,
     HiddenSum,
     LayerJobs,
     Positions,
-    has_formula,
     has_own_panels,
 )
 from lookahead.backend.cpu.linears import packed_weights
@@ -31,6 +30,7 @@ from lookahead.backend.cpu.routing import Routing, multiplies, serves
 from lookahead.backend.protocol import BitPolicy
 from lookahead.kernels import layer_ops
 from lookahead.kernels.jobs import run
+from lookahead.kernels.norm_rows import LAYER_STEP
 from lookahead.kernels.packed_product import prepared_rows
 from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.attention import registered_attention
@@ -85,7 +85,7 @@ def find_fused(model: nn.Module) -> FusedLayers:
         except (UndeclaredError, AttributeError, KeyError, TypeError) as error:
             reasons[f"layer {at}: {error}"] = None
     family = declared[0][1]
-    norm_class = vars(sys.modules[family.file]).get(f"{family.name}RMSNorm")
+    norm_class = vars(sys.modules[family.file]).get(f"{family.name}RMSNorm", nn.LayerNorm)
     outer = [family.norm(module) for module in modules if type(module) is norm_class and _is_plain_norm(module)]
     kinds = {type(part) for layer in layers for part in layer.parts} | {type(norm.module) for norm in outer}
     code = code_of(frozenset(kinds))
@@ -98,7 +98,7 @@ def find_fused(model: nn.Module) -> FusedLayers:
     # The last norm of the model, and the norms of layers that are not fused as a whole.
     inside = {id(norm.module) for layer in right for norm in layer.norms}
     norms = [norm for norm in outer if id(norm.module) not in inside]
-    norms = [norm for norm in norms if keeps_means(norm.weight.dtype, len(norm.weight))]
+    norms = [norm for norm in norms if keeps_means(norm.weight.dtype, len(norm.weight), norm.kind)]
     forwards: list[tuple[nn.Module, None, Callable[..., Any]]] = [
         *((layer.module, None, partial(_layer_forward, layer)) for layer in right),
         *((norm.module, None, partial(_norm_forward, norm)) for norm in norms),
@@ -124,7 +124,7 @@ def is_bare(module: nn.Module) -> bool:
 
 def _is_plain_norm(module: Any, ones: Tensor | None = None) -> bool:
     """Whether the kernel supports an RMSNorm; `ones` is the weight of one that has none."""
-    weight = module._parameters.get("weight", ones)
+    weight, bias = module._parameters.get("weight", ones), module._parameters.get("bias")
     return (
         is_bare(module)
         and weight is not None
@@ -132,6 +132,8 @@ def _is_plain_norm(module: Any, ones: Tensor | None = None) -> bool:
         and weight.dtype in _DTYPES
         and weight.device.type == "cpu"
         and weight.is_contiguous()
+        and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
+        and not (type(module) is nn.LayerNorm and (weight.dim() > 1 or len(weight) % LAYER_STEP))
     )
 
 
@@ -167,14 +169,14 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
         own |= set(map(id, mixture.tensors))
     called = () if layer.recurrence is None else layer.recurrence.parts  # as a module, or checked by `tree_mixers`
     for part in (part for part in layer.parts if part not in called):
-        of_file = type(part).__module__ == family.file or type(part) in ACTIVATIONS
+        of_file = type(part).__module__ == family.file or type(part) in ACTIVATIONS or type(part) is nn.LayerNorm
         is_norm = any(part is norm.module for norm in layer.norms)
         more = [tensor for tensor in part._parameters.values() if tensor is not None and id(tensor) not in own]
         if not (of_file and is_bare(part)) or (more and not is_norm):
             raise UndeclaredError(f"{names[id(part)]} is more than its class says")
     norm_weights = [norm.weight for norm in layer.norms]
     if not all(_is_plain_norm(norm.module, norm.ones) for norm in layer.norms):
-        raise UndeclaredError("a norm is hooked, or of an unsupported type")
+        raise UndeclaredError("a norm is hooked, or of an unsupported type or size")
     if len({weight.dtype for weight in norm_weights}) > 1:
         raise UndeclaredError("its norms have several types of numbers")
     for linear in (*layer.linears, *layer.gates):
@@ -218,7 +220,7 @@ def _norm_forward(norm: Norm, x: Tensor) -> Tensor:
         own: Tensor = type(norm.module).forward(norm.module, x)
         return own
     out = torch.empty_like(x)
-    run(layer_ops.norm(x, norm.weight, out, norm.eps, kind=norm.kind))
+    run(layer_ops.norm(x, norm.weight, out, norm.eps, kind=norm.kind, bias=norm.bias))
     return out
 
 
@@ -227,8 +229,8 @@ def _layer_forward(layer: DeclaredLayer, *args: Any, **kwargs: Any) -> Any:
     if layer.family.beside and len(args) > 1:
         hidden, kwargs[layer.family.beside], *more = args
         args = hidden, *more
-    positions, cache = kwargs.get("position_embeddings"), kwargs.get(CACHE)
-    has_positions = positions is not None or layer.rope is None
+    positions, cache = kwargs.get("position_embeddings"), kwargs.get(layer.family.cache or CACHE)
+    has_positions = not layer.angles or (positions is not None and positions[0].shape[-1] == layer.angles)
     # A cache under another name would be ignored.
     if len(args) != 1 or not has_positions or cache is None or not takes(args[0], layer.norms[0], layer.experts):
         return type(layer.module).forward(layer.module, *args, **kwargs)
@@ -244,7 +246,7 @@ class _CalledAttention:
         self._layer, self._cache, self._mask, self._shared, self._options = layer, cache, mask, shared, options
 
     def outputs(self, part: SelfAttention, jobs: LayerJobs) -> tuple[Tensor, Tensor]:
-        width = part.heads[1] * part.module.head_dim
+        width = part.heads[1] * part.dim
         return jobs.take("key", width), jobs.take("value", width)
 
     def attend(
@@ -253,7 +255,7 @@ class _CalledAttention:
         jobs.run()
         module, (rows, tokens, size) = part.module, query.shape
         query, *pair = (
-            numbers.view(rows, tokens, -1, module.head_dim).transpose(1, 2)
+            numbers.view(rows, tokens, -1, part.dim).transpose(1, 2)
             for numbers in (query, key, value)
             if numbers is not None
         )
@@ -284,7 +286,7 @@ def _fused(
 ) -> Tensor:
     """A decoder layer, `[rows, tokens, size]`. Consecutive kernels run in one call."""
     beside = kwargs.pop(layer.family.beside, None)
-    linears, (rows, tokens, _), cache = layer.linears, hidden.shape, kwargs.pop(CACHE, None)
+    linears, (rows, tokens, _), cache = layer.linears, hidden.shape, kwargs.pop(layer.family.cache or CACHE, None)
     weights = packed_weights(linears, hidden, layer.known)
     rope = layer.rope
     positions = {}

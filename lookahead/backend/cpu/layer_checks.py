@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lookahead.backend.cpu.layer_jobs import DeclaredLayer, LayerJobs, activation_of
+from lookahead.backend.cpu.activations import activation_of
+from lookahead.backend.cpu.layer_jobs import DeclaredLayer, LayerJobs
 from lookahead.backend.cpu.routing import Routing, called
 from lookahead.errors import with_place
-from lookahead.kernels import layer_ops
+from lookahead.kernels import layer_ops, norm_rows
 from lookahead.kernels.jobs import run
 from lookahead.model.facts import experts_name
 from lookahead.model.families.operations import ClampedGlu, Experts, Mlp, Product
@@ -24,7 +25,7 @@ from lookahead.model.known_code import arithmetic_flags
 Fused = Callable[..., Tensor]
 """The fused form of a declared layer, for its hidden states and its cosines and sines."""
 
-_ROWS = 32  # rows whose mean squares are compared
+_ROWS, _ROUNDINGS = 32, 8  # rows whose sums, and whose results are compared
 _TOLERANCE = 1e-4  # in float32, relative to the largest output
 
 _log = logging.getLogger(__name__)
@@ -36,11 +37,11 @@ def is_right(layer: DeclaredLayer, code: int, fused: Fused) -> bool:
     rope, attention = layer.rope, layer.attention
     kind = (
         type(layer.module), code, arithmetic_flags(), layer.norms[0].weight.dtype, torch.get_num_threads(),
-        attention and (attention.module.head_dim, *attention.heads, attention.norms_last, attention.has_gate),
+        attention and (attention.dim, *attention.heads, attention.norms_last, attention.has_gate, attention.has_keys),
         attention and len(attention.inputs),
         rope and rope[1:],
         *((norm.weight.shape, norm.eps, norm.kind) for norm in layer.norms),
-        *((residual.factor, residual.scaled is None) for residual in layer.residuals),
+        *((residual.factor, residual.scaled is None, residual.is_parallel) for residual in layer.residuals),
         *(
             (type(linear), type(weight), weight.dtype, weight.shape, getattr(parameters.get("bias"), "dtype", None))
             for linear in layer.linears
@@ -52,7 +53,7 @@ def is_right(layer: DeclaredLayer, code: int, fused: Fused) -> bool:
     )  # fmt: skip
     if kind not in _probed:
         _probed[kind] = _computes_the_same(layer, fused) and all(
-            keeps_means(norm.weight.dtype, len(norm.weight)) for norm in layer.norms
+            keeps_means(norm.weight.dtype, len(norm.weight), norm.kind) for norm in layer.norms
         )
     return _probed[kind]
 
@@ -81,11 +82,11 @@ def _random(source: torch.Generator, *shape: int) -> Tensor:
 def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
     """Compare a layer, its norms and its rotation with their fused forms on two rows of three tokens."""
     rope = layer.rope
-    dim = 2 if layer.attention is None else layer.attention.module.head_dim
+    dim = 2 if layer.attention is None else layer.attention.dim
     dtype, source = layer.norms[0].weight.dtype, torch.Generator().manual_seed(0)
     size = layer.residuals[0].mixer.products[0].module.in_features
     x = _random(source, 2, 3, size).to(dtype)
-    angles = _random(source, 2, 3, dim if rope is None else rope.size // (2 if rope.shares else 1))
+    angles = _random(source, 2, 3, dim if rope is None else rope.angles)
     query, key = (_random(source, 2, 3, heads, dim).to(dtype) for heads in (2, 1))
     of_angles = torch.float32 if rope is not None and rope.is_wide else dtype
     places = angles.cos().to(of_angles), angles.sin().to(of_angles)
@@ -110,7 +111,7 @@ def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
         for norm in layer.norms:
             states = _random(source, 6, len(norm.weight)).to(dtype)
             normed = torch.empty_like(states)
-            run(layer_ops.norm(states, norm.weight, normed, norm.eps, kind=norm.kind))
+            run(layer_ops.norm(states, norm.weight, normed, norm.eps, kind=norm.kind, bias=norm.bias))
             pairs.append((type(norm.module).forward(norm.module, states), normed))
     except (RuntimeError, TypeError, ValueError) as error:  # e.g. an unknown transformers version or an unusual weight
         _log.warning("layers of %s are not fused: %s", type(layer.module).__name__, with_place(error))
@@ -126,7 +127,7 @@ def _more_inputs(layer: DeclaredLayer, source: torch.Generator, x: Tensor) -> Ca
     part, more, shared = layer.attention, dict[str, Any](), dict[str, tuple[Tensor, ...]]()
     rows, tokens = x.shape[:2]
     if part is not None and part.shared:
-        shape = rows, part.heads[1], tokens, part.module.head_dim
+        shape = rows, part.heads[1], tokens, part.dim
         shared[part.shared] = tuple(_random(source, *shape).to(x.dtype) for _ in range(2))
     sizes = [one.mixer.gate.outputs for one in layer.residuals if isinstance(one.mixer, Mlp) and one.mixer.is_beside]
     if sizes:
@@ -153,12 +154,32 @@ def _mixed(layer: DeclaredLayer, source: torch.Generator) -> list[tuple[Tensor, 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode()
-def keeps_means(dtype: torch.dtype, size: int) -> bool:
-    """Whether the kernel sums squares in torch's order, which the bits of a bfloat16 norm seldom show."""
-    x = _random(torch.Generator().manual_seed(0), _ROWS, size).to(dtype)
+def keeps_means(dtype: torch.dtype, size: int, kind: int) -> bool:
+    """Whether the kernel sums in torch's order, which the bits of a bfloat16 norm seldom show."""
+    if dtype != torch.bfloat16:
+        return True
+    source = torch.Generator().manual_seed(0)
+    x = _random(source, _ROWS, size).to(dtype)
+    if kind == norm_rows.LAYER:
+        return _keeps_moments(x, source)
     means = torch.empty(_ROWS, dtype=torch.float32, device="cpu")
     run(layer_ops.norm(x, x[0], torch.empty_like(x), 0.0, means=means))
-    return torch.equal(means, x.float().pow(2).mean(-1)) or dtype != torch.bfloat16
+    return torch.equal(means, x.float().pow(2).mean(-1))
+
+
+def _keeps_moments(x: Tensor, source: torch.Generator) -> bool:
+    """Whether the kernel has the moments of torch's layer norm of bfloat16 rows, and rounds as it does."""
+    size, eps = x.shape[1], 1e-5
+    ones, moments = x.new_ones(size), torch.empty(2, len(x), dtype=torch.float32, device="cpu")
+    run(layer_ops.norm(x, ones, torch.empty_like(x), eps, kind=norm_rows.LAYER, means=moments))
+    _, *of_torch = torch.native_layer_norm(x, [size], ones.float(), None, eps)
+    pairs = [(one[:, 0], own) for one, own in zip(of_torch, moments, strict=True)]
+    for row in x[:_ROUNDINGS]:
+        weight, normed = _random(source, size).to(x.dtype), torch.empty_like(row)
+        bias = -nn.functional.layer_norm(row, [size], weight, None, eps)  # what is left shows every rounding
+        run(layer_ops.norm(row, weight, normed, eps, kind=norm_rows.LAYER, bias=bias))
+        pairs.append((nn.functional.layer_norm(row, [size], weight, bias, eps), normed))
+    return all(torch.equal(*pair) for pair in pairs)
 
 
 @lru_cache(maxsize=8)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
-from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import activations
 
+from lookahead.backend.cpu.activations import activation_of
 from lookahead.backend.cpu.cpu_pass import CpuPass
 from lookahead.backend.cpu.routing import UNPACKED_PASSES, MixtureWeights, Routing, called, weights_of
 from lookahead.kernels import experts, layer_ops
@@ -30,21 +29,10 @@ from lookahead.model.families.operations import (
     Rope,
     SelfAttention,
 )
-from lookahead.model.known_code import arithmetic_flags
 
 Positions = tuple[Tensor, Tensor]
 """The cosines and sines of a pass, `[rows, tokens, size]`, contiguous."""
 
-_FORMULAS: dict[Any, int] = {
-    nn.Sigmoid: layer_ops.SIGMOID,
-    activations.SiLUActivation: layer_ops.SILU,
-    nn.SiLU: layer_ops.SILU,
-    ClampedGlu: layer_ops.SILU,
-    activations.GELUTanh: layer_ops.GELU_TANH,
-    activations.NewGELUActivation: layer_ops.GELU_TANH,
-}
-ACTIVATIONS = frozenset(_FORMULAS)
-"""The classes of activations that have a formula in float32."""
 _SIGMOID = nn.Sigmoid()
 _INTERLEAVED = slice(None, None, 2), slice(1, None, 2)
 
@@ -62,6 +50,7 @@ class DeclaredLayer:
         attention: Its attention, or None.
         recurrence: Its mixer with states, if it has one.
         experts: Its mixture of experts, if it has one.
+        angles: Cosines of a token in its rotary embedding; 0 for none.
         linears: Its linear layers, each once.
         norms: Its norms.
         known: What is kept about its weights.
@@ -73,6 +62,7 @@ class DeclaredLayer:
         self.attention = next((mixer for mixer in mixers if isinstance(mixer, SelfAttention)), None)
         self.recurrence = next((mixer for mixer in mixers if isinstance(mixer, Recurrence)), None)
         self.experts = next((mixer for mixer in mixers if isinstance(mixer, Experts)), None)
+        self.angles = self.rope.angles if self.rope else 0
         self.linears: list[Any] = list(dict.fromkeys(part.module for mixer in mixers for part in mixer.products))
         self.norms = [norm for part in residuals for norm in part.norms]
         self.known: dict[Any, Any] = {}
@@ -197,6 +187,9 @@ class LayerJobs:
     def layer(self, residuals: Sequence[Residual], stream: HiddenSum, into: Tensor | None = None) -> HiddenSum:
         """Add the jobs of a layer. Its input is written to `into`, if that is not already its buffer."""
         for part in residuals:
+            if part.is_parallel:
+                self._add_parallel(part, stream)
+                continue
             total, x = self.normed(part.before, stream, "normed", into)
             out, into = self.mixed(part.mixer, x), None
             if part.after:
@@ -205,6 +198,16 @@ class LayerJobs:
                 out = normed
             stream = HiddenSum(total, out, part.factor, part.scale)
         return stream
+
+    def _add_parallel(self, part: Residual, stream: HiddenSum) -> None:
+        """Add what a parallel MLP makes of the sum of a stream to the delta of it."""
+        assert isinstance(part.mixer, Mlp) and stream.delta is not None
+        x = stream.total
+        if part.before is not None:
+            x = self.take("normed", x.shape[-1])
+            self._norm(part.before, stream.total, x)
+        out = self._fed(part.mixer, x, "parallel")
+        self._norm(None, out, None, delta=stream.delta, total=stream.delta)
 
     def normed(
         self, norm: Norm | None, stream: HiddenSum, out: str | Tensor, into: Tensor | None = None
@@ -224,8 +227,10 @@ class LayerJobs:
         return added, added if target is None else target
 
     def _norm(self, norm: Norm | None, x: Tensor, out: Tensor | None, **added: Any) -> None:
-        weight, eps, kind = (None, 0.0, 0) if norm is None else (norm.weight, norm.eps, norm.kind)
-        self.jobs.append(layer_ops.norm(x, weight, out, eps, kind=kind, **added))
+        weight, eps, kind, bias = (
+            (None, 0.0, 0, None) if norm is None else (norm.weight, norm.eps, norm.kind, norm.bias)
+        )
+        self.jobs.append(layer_ops.norm(x, weight, out, eps, kind=kind, bias=bias, **added))
 
     def mixed(self, part: Mixer, x: Tensor) -> Tensor:
         """What attention, a recurrence, an MLP or a mixture makes of rows, `[rows, tokens, size]`."""
@@ -275,14 +280,13 @@ class LayerJobs:
         query, key, value = self._projected(part, x)
         gate = None
         if part.has_gate:
-            dim, both = part.module.head_dim, query
+            both = query
             query, gate = self.take("queries", part.width), self.take("gates", part.width)
-            for at, copy in enumerate((query, gate)):
-                self.jobs.append(layer_ops.copying(both.view(-1, 2 * dim)[:, at * dim : (at + 1) * dim], copy))
+            self._part(both, part.dim, query, gate)
         if not part.norms_last:
             self._norm_heads(part, query, key, value)
         if part.rope is not None:
-            cos, sin, dim, turned = *self._positions[part.rope.kind], part.module.head_dim, part.rope.size
+            cos, sin, dim, turned = *self._positions[part.rope.kind], part.dim, part.rope.size
             pairs, keys = {"are_neighbours": part.rope.are_neighbours}, query[..., :0] if key is None else key
             self.jobs.append(layer_ops.rotation(query, keys, cos, sin, dim, turned, **pairs))
         if part.norms_last:
@@ -297,6 +301,11 @@ class LayerJobs:
     def _projected(self, part: SelfAttention, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries, and keys and values if it has its own."""
         query = self.take("query", part.query.outputs)
+        if part.has_keys:
+            (whole,) = self.products(part.inputs, x, [query])
+            parts = self.take("queries", part.width), *self._attend.outputs(part, self)
+            self._part(whole, part.dim, *parts)
+            return parts
         if part.key is None:
             return self.products(part.inputs, x, [query])[0], None, None
         key, value = self._attend.outputs(part, self)
@@ -306,6 +315,12 @@ class LayerJobs:
         query, key = self.products(part.inputs, x, (query, key))
         self.jobs.append(layer_ops.copying(key.view(-1, key.shape[-1]), value))
         return query, key, value
+
+    def _part(self, whole: Tensor, dim: int, *parts: Tensor) -> None:
+        """Copy the parts of every head, each of `dim` numbers, to tensors of their own."""
+        heads = whole.view(-1, len(parts) * dim)
+        for at, part in enumerate(parts):
+            self.jobs.append(layer_ops.copying(heads[:, at * dim : (at + 1) * dim], part))
 
     def _norm_heads(self, part: SelfAttention, *all_heads: Tensor | None) -> None:
         for heads, norm in zip(all_heads, part.norms, strict=False):
@@ -354,29 +369,3 @@ def has_own_panels(part: Product) -> bool:
     """Whether some outputs of a packed weight are in panels of their own."""
     end = part.first + part.outputs
     return part.first % COLUMNS == 0 and (end % COLUMNS == 0 or end == part.module.out_features)
-
-
-def has_formula(activation: Any) -> bool:
-    """Whether an activation is one of `ACTIVATIONS`, computed by torch at once: in Python every step rounds."""
-    is_in_steps = isinstance(getattr(activation, "act", None), MethodType)
-    return type(activation) in ACTIVATIONS and not is_in_steps
-
-
-def activation_of(module: Any, dtype: torch.dtype) -> tuple[int, Tensor | None]:
-    """The formula of an activation, or the table of its results."""
-    kind = module if isinstance(module, ClampedGlu) else type(module)
-    return _activation(kind, dtype, arithmetic_flags())  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=16)
-def _activation(kind: Any, dtype: torch.dtype, flags: tuple[Any, ...]) -> tuple[int, Tensor | None]:
-    is_glu = isinstance(kind, ClampedGlu)
-    formula = _FORMULAS[ClampedGlu if is_glu else kind]
-    if dtype != torch.bfloat16 or (formula == layer_ops.SILU and not is_glu):
-        return formula, None
-    numbers = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
-    with torch.inference_mode():
-        if not is_glu:
-            return layer_ops.TABLE, kind()(numbers)
-        gates = numbers.clamp(max=kind.limit)
-        return layer_ops.TABLE, gates * torch.sigmoid(gates * kind.factor)

@@ -51,7 +51,7 @@ class Watched(NamedTuple):
         norms = [parts.norm, *(norm for layer in parts.layers for norm in layer.norms)]
         linears = [*parts.linears, *([parts.head] if parts.head else [])]
         mixtures = [layer.experts for layer in parts.layers if layer.experts]
-        tensors = [(norm.module._parameters, "weight") for norm in norms]
+        tensors = [(norm.module._parameters, name) for norm in norms for name in ("weight", "bias")]
         tensors += [(linear._parameters, "bias") for linear in linears]
         held = [part._parameters for mixture in mixtures for part in (mixture.router, mixture.experts)]
         tensors += [(parameters, name) for parameters in held for name in parameters if name.endswith("bias")]

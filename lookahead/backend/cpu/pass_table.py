@@ -103,7 +103,7 @@ class PassTable(KeepsAddresses):
             rope.kind: (
                 *(
                     hidden.new_empty(
-                        1, self.most, rope.size // (2 if rope.shares else 1),
+                        1, self.most, rope.angles,
                         dtype=torch.float32 if rope.is_wide else hidden.dtype,
                     )
                     for _ in range(2)
@@ -324,7 +324,7 @@ class _TableAttention:
 
     def outputs(self, part: SelfAttention, jobs: LayerJobs) -> tuple[Tensor, Tensor]:
         if self._table.rows > 1:
-            width = part.heads[1] * part.module.head_dim
+            width = part.heads[1] * part.dim
             return jobs.take("key", width), jobs.take("value", width)
         layer = self._cache.layers[self.at]
         key, value = (slots[:1].narrow(1, self._slot, self._tokens) for slots in (layer.keys, layer.values))
@@ -337,7 +337,7 @@ class _TableAttention:
         attended = jobs.take("attended", part.width)
         if self._table.rows > 1 and key is not None and value is not None:
             jobs.jobs.append(storing(key, value, layer.keys, layer.values, self._table.places))
-        shape = 1, self._tokens, -1, part.module.head_dim
+        shape = 1, self._tokens, -1, part.dim
         tensors = query.view(shape), layer.keys, layer.values, attended.view(shape)
         jobs.jobs.append(self._table.attention_job(self.at, *tensors, scale=part.options["scaling"]))
         return attended

@@ -35,7 +35,8 @@ from lookahead.kernels.row_attention import AttentionLimits
 from lookahead.model.attention import real_config
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import attention_name, own_attention
-from lookahead.model.families.operations import SelfAttention
+from lookahead.model.families import WRAPPERS
+from lookahead.model.families.operations import Family, SelfAttention
 from lookahead.model.known_code import (
     arithmetic_flags,
     code_of,
@@ -68,6 +69,25 @@ def fastest_number(run: Callable[[int], object], most: int, clock: Callable[[], 
     return best
 
 
+def _owners_of(model: Any, family: Family) -> list[Any] | str:
+    """A model and the modules in it that lead to the decoder, which is the last one; or why it has none."""
+    owners = [model, getattr(model, family.decoder, None)]
+    names = [(family.file, f"{family.name}{rest}") for rest in ("ForCausalLM", family.text)]
+    for module, (name, decoder) in WRAPPERS.items():
+        file = f"transformers.models.{module}.modeling_{module}"
+        if name_of(model) == (file, f"{name}ForConditionalGeneration"):
+            owners.append(getattr(owners[1], decoder, None))
+            names = [name_of(model), (file, f"{name}Model"), names[1]]
+    return owners if list(map(name_of, owners)) == names else f"it is no {family.name}ForCausalLM of transformers"
+
+
+def _placeholders_of(config: Any) -> set[int]:
+    """The tokens that stand for images or sound, which models may embed otherwise than text."""
+    kinds = (f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
+    ids = (getattr(config, kind, None) for kind in kinds)
+    return {token for token in ids if isinstance(token, int)}
+
+
 def _is_called_alone(head: Any) -> bool:
     """Whether calling the output layer runs no user code around it."""
     return not (is_set_by_user(head) or working_hooks_of(head))
@@ -79,9 +99,10 @@ class WholePass:
     The embedding and the rotary positions are called as modules, as is a head with hooks.
     """
 
-    def __init__(self, model: Any, decoder: Any, parts: PassParts, threads: dict[int, int]) -> None:
+    def __init__(self, model: Any, owners: Sequence[Any], parts: PassParts, threads: dict[int, int]) -> None:
         # The model's plan holds this, and must not keep the model alive.
-        self._model, self._decoder, self._parts = ref(model), decoder, parts
+        self._model, self._decoder, self._parts = ref(model), owners[-1], parts
+        self._placeholders = _placeholders_of(model.config)
         self._linears, self._family = parts.linears, parts.layers[0].family
         self._threads = threads  # of a pass, by torch's number of threads; kept with the model
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
@@ -95,7 +116,7 @@ class WholePass:
         self._has_bits_behind_windows = self._has_bits and all(map(_has_bits_behind_windows, attentions))
         # A streamer or a stopping criterion may change these between two passes of a call.
         self._layers = [layer.module for layer in parts.layers]
-        self._inner = [self._decoder, parts.norm.module, *([parts.head] if parts.head else []), *self._layers]
+        self._inner = [*owners[1:], parts.norm.module, *([parts.head] if parts.head else []), *self._layers]
         self._forwards: list[Any] = []  # their `forward`s as of the newest pass
         self._newest_hook = RemovableHandle.next_id
 
@@ -148,7 +169,7 @@ class WholePass:
             tokens, at = (each.flatten()[kept][None] for each in (tokens, at))
         most = torch.get_num_threads()
         with torch_on_one_thread() if most > 1 else nullcontext():
-            hidden = self._decoder.embed_tokens(tokens)
+            hidden = getattr(self._decoder, self._family.embedding)(tokens)
             if self._family.embedding_factor:
                 hidden = hidden * getattr(self._decoder, self._family.embedding_factor)
             if hidden.dtype != like.dtype:
@@ -177,7 +198,8 @@ class WholePass:
             states = {layer: by_place[place] for layer, place in zip(layers, places, strict=True)}
         logits: Tensor = written if of_head else model.lm_head(written)
         if self._family.logits_divisor or self._family.logits_cap:
-            logits = self._finished(logits, model.config)
+            is_gemma3 = type(model).__name__ == "Gemma3ForConditionalGeneration"  # which bounds no logits
+            logits = logits if is_gemma3 else self._finished(logits, model.config.get_text_config())
         if kept is None:
             return logits, states
         return _padded(logits, kept, rows, width), {at: _padded(each, kept, rows, width) for at, each in states.items()}
@@ -212,6 +234,8 @@ class WholePass:
         sizes = [len(tree.tokens) for tree in trees]
         if not trees or max(sizes) > MAX_TABLE_NODES or sum(sizes) > MAX_BATCH_NODES:
             return False
+        if self._placeholders and not self._placeholders.isdisjoint(tree_pass.tokens.flatten().tolist()):
+            return False
         # In half precision the nodes of several rows have the bits of each row alone, or of one batch.
         if len(trees) > 1 and parts.norm.weight.dtype != torch.float32 and not tree_pass.attends_per_node:
             return False
@@ -238,7 +262,8 @@ class WholePass:
 
     def _is_unhooked(self, model: Any) -> bool:
         """Whether no module that is not called has a hook; checked again after any hook was set anywhere."""
-        called = self._decoder.embed_tokens, self._decoder.rotary_emb, None if self._parts.head else model.lm_head
+        embedding = getattr(self._decoder, self._family.embedding)
+        called = embedding, self._decoder.rotary_emb, None if self._parts.head else model.lm_head
         if global_hooks() or any(working_hooks_of(module) for module in model.modules() if module not in called):
             return False
         self._newest_hook = RemovableHandle.next_id
@@ -267,12 +292,12 @@ def _padded(flat: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
 def _has_bits(part: SelfAttention) -> bool:
     """Whether the kernel has the bits of a layer's own attention."""
     module = part.module
-    return has_bits(own_attention(module, real_config(module.config)), *part.heads, module.head_dim)
+    return has_bits(own_attention(module, real_config(module.config)), *part.heads, part.dim)
 
 
 def _has_bits_behind_windows(part: SelfAttention) -> bool:
     heads, kv_heads = part.heads
-    return has_bits_behind_windows(part.module.head_dim, heads // kv_heads, arithmetic_flags())
+    return has_bits_behind_windows(part.dim, heads // kv_heads, arithmetic_flags())
 
 
 def _limits_of(layer: DeclaredLayer) -> AttentionLimits | str:
@@ -317,16 +342,17 @@ def whole_pass(
     recurrent = {layer.recurrence.module for layer in layers if layer.recurrence}
     if recurrent != mixers.keys():
         return "its recurrent layers are not by kernels"
-    family, decoder = layers[0].family, getattr(model, "model", None)
-    names = f"{family.name}ForCausalLM", f"{family.name}{family.text}"
-    if decoder is None or [name_of(model), name_of(decoder)] != [(family.file, name) for name in names]:
-        return f"it is no {names[0]} of transformers"
+    family = layers[0].family
+    owners = _owners_of(model, family)
+    if isinstance(owners, str):
+        return owners
+    decoder = owners[-1]
     modules, norm = (decoder._modules.get(name) for name in ("layers", family.last_norm))
     head: Any = model._modules.get("lm_head")
     if type(modules) is not nn.ModuleList or [*modules] != [layer.module for layer in layers]:
         return "some of its layers are not fused, or have another order"
-    owners = (model, decoder, modules)
-    if code_of(frozenset(map(type, owners))).foreign or not (is_bare(model) and is_bare(decoder)):
+    kinds = {type(owner) for owner in (*owners, modules)}
+    if code_of(frozenset(kinds)).foreign or not all(map(is_bare, owners)):
         return "a user's hooks or code surround its layers"
     last = next((one for one in fused.norms if one.module is norm), None)
     if last is None or last.weight.dtype not in dtypes:
@@ -341,4 +367,4 @@ def whole_pass(
         limits.append(bounds)
     is_plain = head is not None and "weight" in head._parameters and linears.may_pack(head)
     head = head if is_plain and _is_called_alone(head) else None
-    return WholePass(model, decoder, PassParts(layers, last, head, limits, mixers), threads)
+    return WholePass(model, owners, PassParts(layers, last, head, limits, mixers), threads)

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.model.families import gemma, glm, granite, hybrid, llama, mixtures, olmo, phi
+from lookahead.model.families import gemma, glm, granite, hybrid, layer_norms, llama, mixtures, olmo, phi
 from lookahead.model.families.operations import Family
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *gemma.FAMILIES, *olmo.FAMILIES, *phi.FAMILIES, *mixtures.FAMILIES,
-    *glm.FAMILIES, *granite.FAMILIES, *hybrid.FAMILIES,
+    *glm.FAMILIES, *granite.FAMILIES, *hybrid.FAMILIES, *layer_norms.FAMILIES,
 )  # fmt: skip
+WRAPPERS = {
+    "gemma3": ("Gemma3", "language_model"),
+    "gemma4": ("Gemma4", "language_model"),
+    "mistral3": ("Mistral3", "language_model"),
+    "llava": ("Llava", "language_model"),
+    "internvl": ("InternVL", "language_model"),
+    "idefics3": ("Idefics3", "text_model"),
+    "smolvlm": ("SmolVLM", "text_model"),
+    "voxtral": ("Voxtral", "language_model"),
+    "qwen2_audio": ("Qwen2Audio", "language_model"),
+}
+"""Models that read images or sound: by the module in transformers the first part of the class names, and the name of
+the decoder, whose passes over text are those of its family."""
 _BY_LAYER = {(family.file, f"{family.name}{family.kind}"): family for family in FAMILIES}
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lookahead.kernels.layer_ops import PLUS_ONE, ROUNDED, WIDE
+from lookahead.kernels.norm_rows import LAYER, PLUS_ONE, ROUNDED, WIDE
 
-__all__ = ["PLUS_ONE", "ROUNDED", "WIDE"]
+__all__ = ["LAYER", "PLUS_ONE", "ROUNDED", "WIDE"]
 
 
 class UndeclaredError(Exception):
@@ -22,11 +22,11 @@ class UndeclaredError(Exception):
 
 
 class Norm(NamedTuple):
-    """An RMSNorm.
+    """An RMSNorm, or a layer norm.
 
     Attributes:
-        module: It has the `weight`.
-        kind: `ROUNDED`, `WIDE` or `PLUS_ONE` of `lookahead.kernels.layer_ops`.
+        module: It has the `weight`, and maybe a `bias`.
+        kind: `ROUNDED`, `WIDE`, `PLUS_ONE` or `LAYER` of `lookahead.kernels.layer_ops`.
         epsilon: The name of its epsilon.
         ones: The weight of a module without one.
     """
@@ -41,6 +41,11 @@ class Norm(NamedTuple):
         """`[size]`."""
         weight: Tensor = self.module._parameters["weight"] if self.ones is None else self.ones
         return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """`[size]`, of a layer norm."""
+        return self.module._parameters.get("bias") if self.kind == LAYER else None
 
     @property
     def eps(self) -> float:
@@ -79,6 +84,11 @@ class Rope(NamedTuple):
     is_wide: bool = False
     are_neighbours: bool = False
 
+    @property
+    def angles(self) -> int:
+        """Cosines of a token."""
+        return self.size // 2 if self.shares else self.size
+
 
 class SelfAttention(NamedTuple):
     """Attention to the KV cache.
@@ -86,7 +96,7 @@ class SelfAttention(NamedTuple):
     Attributes:
         module: The attention layer.
         query: The product of the queries.
-        key: The product of the keys; None if they are another layer's.
+        key: The product of the keys; None if they are of the first product, or another layer's.
         value: The product of the values; None if they are the keys before their norm, or another layer's.
         output: The product of what was attended to.
         options: What the layer passes to the registered attention function.
@@ -95,6 +105,7 @@ class SelfAttention(NamedTuple):
         norms_last: Whether norms come after the rotary embedding.
         has_gate: Whether the first product has a query of each head and then its gate, whose sigmoid is the factor of
             what the head attended to.
+        has_keys: Whether the first product has a query of each head, its key and its value.
         source: The layer whose keys and values it reads; None for its own.
         shared: The name under which layers share keys and values; empty if this one neither reads nor lends any.
     """
@@ -109,19 +120,28 @@ class SelfAttention(NamedTuple):
     norms: tuple[Norm, ...] = ()
     norms_last: bool = False
     has_gate: bool = False
+    has_keys: bool = False
     source: int | None = None
     shared: str = ""
 
     @property
     def width(self) -> int:
         """Numbers of the queries of a token."""
-        return self.query.outputs // (2 if self.has_gate else 1)
+        return self.query.outputs // (2 if self.has_gate else 3 if self.has_keys else 1)
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a head."""
+        module = self.module
+        return int(module.head_dim if hasattr(module, "head_dim") else module.head_size)
 
     @property
     def heads(self) -> tuple[int, int]:
         """The heads of queries, and of keys and values."""
-        heads, dim = self.width // self.module.head_dim, self.module.head_dim
-        return heads, heads // self.module.num_key_value_groups if self.key is None else self.key.outputs // dim
+        heads = self.width // self.dim
+        if self.key is not None:
+            return heads, self.key.outputs // self.dim
+        return heads, heads if self.has_keys else heads // self.module.num_key_value_groups
 
     @property
     def inputs(self) -> tuple[Product, ...]:
@@ -289,6 +309,7 @@ class Residual(NamedTuple):
         after: A norm, or None.
         factor: Of the result.
         scaled: The buffers that have the scale, `[1]`, and its name in them; None for 1.
+        is_parallel: Whether it reads what the residual before it reads, and its result is added to that one's first.
     """
 
     mixer: Mixer
@@ -296,6 +317,7 @@ class Residual(NamedTuple):
     after: Norm | None = None
     factor: float = 1.0
     scaled: tuple[dict[str, Any], str] | None = None
+    is_parallel: bool = False
 
     @property
     def scale(self) -> float:
@@ -319,6 +341,9 @@ class Family(NamedTuple):
         text: The rest of the class name of its decoder.
         kind: The rest of the class name of its decoder layers.
         beside: The name of the second input of its layers; empty for none.
+        decoder: The name of the decoder in the model.
+        embedding: The name of the embedding in the decoder.
+        cache: The name under which its layers take the cache, if it is not the usual one.
         last_norm: The name of the norm after the last layer.
         embedding_factor: The name in the configuration of the factor of embeddings; empty for none.
         logits_divisor: Likewise, of the divisor of logits.
@@ -332,6 +357,9 @@ class Family(NamedTuple):
     text: str = "Model"
     kind: str = "DecoderLayer"
     beside: str = ""
+    decoder: str = "model"
+    embedding: str = "embed_tokens"
+    cache: str = ""
     last_norm: str = "norm"
     embedding_factor: str = ""
     logits_divisor: str = ""
