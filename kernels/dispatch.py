@@ -17,6 +17,8 @@ MAX_NODES = 256
 MAX_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+# Below it most variants spill registers, and some need more shared memory than there is.
+_LEAST_CAPABILITY = (8, 0)
 _DIM_STEP = 16  # elements; the compiler turns strides and sizes divisible by 16 into 16-byte asynchronous copies
 _ALIGNMENT = 16  # bytes
 COMPACTION = "compaction"
@@ -83,14 +85,23 @@ served: set[KernelVariant] = set()
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether `device` is an NVIDIA GPU and triton can be imported."""
+    """Whether Triton's kernels run on `device`."""
+    return not unserved_device(device)
+
+
+def unserved_device(device: torch.device) -> str:
+    """Why Triton's kernels do not run on a device, or an empty string."""
     if device.type != "cuda" or torch.version.cuda is None:
-        return False
+        name = "ROCm" if device.type == "cuda" else device.type
+        return f"they are for NVIDIA GPUs; torch's attention serves on {name}"
     try:
         import_module("triton")
     except Exception:  # a broken installation may raise anything
-        return False
-    return True
+        return "Triton cannot be imported; torch's attention serves"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0; torch's attention serves"
+    return ""
 
 
 def attention_for(
@@ -98,21 +109,19 @@ def attention_for(
     keys: Tensor,
     values: Tensor,
     options: Mapping[str, Any],
-    is_eager: bool = False,
     later: frozenset[str] = frozenset(),
 ) -> Callable[..., Tensor] | None:
     """The tree attention kernel for tensors of this form, or None if torch's own attention should be used.
 
     It takes tensors as `lookahead.kernels.tree_attention` does, with these shapes and strides, without checking them.
-    Untested kernels are added to `wanted`, and are not used until they are tested.
+    Untested kernels are added to `wanted`, and are not used until they are tested. One that its test found slower than
+    torch's attention at the most similar size is not used.
 
     Args:
         query: `[rows, heads, width, dim]`.
         keys: `[rows, slots, kv_heads, dim]`.
         values: `[rows, slots, kv_heads, value_dim]`.
         options: "scaling", "window", "chunk", "softcap" and "sinks" of the call; None or absent if unused.
-        is_eager: Whether the host launches every kernel, without a graph. Then the kernel is used only if
-            the test found it at least as fast as torch's attention.
         later: Options that later calls will have; their variant is tested along with this one.
     """
     if not (runs_on(query.device) and is_supported(query, keys, values)):
@@ -124,12 +133,24 @@ def attention_for(
     compaction = KernelVariant(query.device, kernel=COMPACTION)
     wanted.update(dict.fromkeys(each for each in (variant, longer, compaction) if each not in verdicts))
     verdict = verdicts.get(variant)
-    if verdict is None or verdict.problem:
-        return None
-    if is_eager and not verdict.is_faster(keys.shape[1], query.shape[2]):
+    if verdict is None or verdict.problem or not verdict.is_faster(keys.shape[1], query.shape[2]):
         return None
     served.add(variant)
     return bind(query, keys, values, options)
+
+
+def unserved_attention(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> str:
+    """Why `attention_for` returned None for these arguments."""
+    if reason := unserved_device(query.device):
+        return reason
+    variant = variant_of(query, keys, values, options)
+    if not is_supported(query, keys, values):
+        return f"{variant.name} of this form is not supported"
+    verdict = verdicts.get(variant)
+    if verdict is None:
+        return f"{variant.name} is not tested yet"
+    slower = f"torch's attention was faster for {query.shape[2]} nodes and {keys.shape[1]} slots"
+    return f"{variant.name}: {verdict.problem or slower}"
 
 
 def variant_of(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> KernelVariant:

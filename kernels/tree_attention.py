@@ -18,7 +18,7 @@ _LOG2E = 1.4426950408889634
 _NO_LIMIT = 1 << 30  # positions
 MERGED_AT_ONCE = 16  # splits
 _LEAST_SPLIT = 128  # slots
-_PROGRAMS = 2  # per multiprocessor at once
+_WARPS = 8  # with 255 registers a thread, for which a multiprocessor has room
 # The compiler must not fuse a multiplication with an addition in one loop and not in the other.
 OPTIONS = {"enable_fp_fusion": False}
 # Without it ptxas spills a few words of some variants to fit more programs on a multiprocessor.
@@ -42,15 +42,15 @@ def blocks_for(dtype: torch.dtype, block_dim: int, major: int, *, is_padded: boo
     return 64, keys, 4 if is_large else 8, 3
 
 
-def split_for(slots: int, packed: int, programs: int, processors: int) -> int:
+def split_for(slots: int, packed: int, programs: int, at_once: int) -> int:
     """Slots per split, a power of two: as few as one wave of programs has room for.
 
     A split writes a partial sum for each of the `packed` query rows of a KV head, so it has at least as many slots.
-    Each split takes `programs` programs over all rows and KV heads, on `processors` multiprocessors. Not measured on a
-    GPU.
+    Each split takes `programs` programs over all rows and KV heads, of which a GPU runs `at_once` together. Not
+    measured on a GPU.
     """
     split = max(_LEAST_SPLIT, 1 << (packed - 1).bit_length())
-    while split < slots and programs * -(-slots // split) > _PROGRAMS * processors:
+    while split < slots and programs * -(-slots // split) > at_once:
         split *= 2
     return split
 
@@ -113,7 +113,7 @@ def bind(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]
     shared, own = constants(variant_of(query, keys, values, options), major)
     row_blocks = triton.cdiv(packed, own["BLOCK_ROWS"])
     if split is None:
-        split = split_for(slots, packed, row_blocks * kv_heads * rows, processors)
+        split = split_for(slots, packed, row_blocks * kv_heads * rows, processors * _WARPS // own["num_warps"])
     splits = triton.cdiv(slots, split)
     scaling = dim**-0.5 if scaling is None else scaling
     factor, squeeze = (scaling, 1.0) if softcap is None else (softcap, scaling / softcap)

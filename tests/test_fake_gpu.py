@@ -6,6 +6,7 @@ What the device refuses and counts is in tests/support/fake_gpu.py. Nothing here
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import operator
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.gpu import kernel_trial
+from lookahead.backend.gpu.gpu_backend import GpuBackend
+from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import Verdict
 from tests.support import fake_gpu as fake
@@ -211,6 +215,71 @@ def test_a_model_that_reads_a_number_in_its_pass_is_decoded_without_graphs(
     assert got == expected
     assert caplog.text.count("is decoded without CUDA graphs") == 1 and "waits for the device" in caplog.text
     assert not gpu.counts["captures"]
+
+
+REFUSED = {
+    "no NVIDIA GPU": (8, {}, (9, 0), "they are for NVIDIA GPUs; torch's attention serves on ROCm"),
+    "no Triton": (16, {"triton": None}, (9, 0), "Triton cannot be imported; torch's attention serves"),
+    "an old GPU": (16, {}, (7, 5), "compute capability 7.5 is below 8.0; torch's attention serves"),
+    "an odd head size": (8, {}, (9, 0), "head size 8, 2 heads a KV head of this form is not supported"),
+    "wrong": (16, {}, (9, 0), "2 heads a KV head: it differs"),
+    "slower": (16, {}, (9, 0), "2 heads a KV head: torch's attention was faster for 8 nodes and 1024 slots"),
+}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_report_says_why_no_kernel_served(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, modules, capability, reason = REFUSED[case]
+    verdict = Verdict("it differs" if case == "wrong" else "", ((512, 8, 0.5),), is_lasting=False)
+    monkeypatch.setattr(kernel_trial, "run_tests", lambda variants: [verdict for _ in variants])
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with fake_gpu(1, capability) as gpu:
+        if case != "no NVIDIA GPU":
+            monkeypatch.setattr(torch.version, "cuda", "13.0")
+        model = move(llama_with_heads_of(size))
+        tree = TokenTree.from_parents([5, 6, 7, 8, 9, 10, 11, 12], [0, 0, 1, 1, 0, 4, 5, 6])
+        target = GpuBackend(model, rows=1, capacity=80, captures=True)
+        paths = {path.path: path for path in target.report().paths}
+        assert not paths["kernels for trees"].serves
+        with target.serving():
+            target.read([np.arange(3, 24, dtype=np.int32)])
+            for _ in range(5):
+                target.score([tree])
+        assert gpu.counts["replays"]
+        path = {path.path: path for path in target.report().paths}["kernels for trees"]
+        assert not path.serves and reason in path.reason
+        assert not dispatch.served
+
+
+def test_a_shape_that_finds_no_memory_is_not_recorded_and_others_are(
+    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, trees = move(llama_with_heads_of(8)), [TokenTree.root(5), TokenTree.from_parents([5, 6, 7], [0, 0, 1])]
+    target = GpuBackend(model, rows=1, capacity=80, captures=True)
+    with target.serving(), caplog.at_level(logging.WARNING, "lookahead"):
+        target.read([np.arange(3, 24, dtype=np.int32)])
+        gpu.out_of_memory = True
+        for tree in trees[:1] * 6:
+            target.score([tree])
+        assert not target.is_cold, "passes that stay as they are can be timed"
+        gpu.out_of_memory = False
+        for tree in trees * 6:
+            target.score([tree])
+    assert gpu.counts["captures"] == 1 and gpu.counts["replays"] == 3
+    assert caplog.text.count("has no memory left to record passes of 1 rows and 1 nodes") == 1
+
+
+def test_a_kept_cache_four_times_too_large_is_let_go(gpu: FakeGpu) -> None:
+    model = move(llama_with_heads_of(8))
+    capacities = []
+    for needed in (4000, 1100, 900, 80):
+        target = GpuBackend(model, rows=1, capacity=needed, captures=True)
+        capacities.append(target.cache.slots.capacity)
+        del target
+        gc.collect()
+    assert capacities == [4096, 4096, 1024, 1024]
 
 
 @pytest.mark.skipif(not INTERPRETS, reason="for a process in which Triton interprets")

@@ -280,7 +280,7 @@ def test_a_kernel_is_timed_against_the_attention_that_would_serve_in_its_place(m
     assert Verdict().is_faster(9000, 40), "where nothing was timed, the kernel serves"
 
 
-def test_an_eager_pass_takes_the_faster_attention_and_a_recorded_one_the_kernel(
+def test_eager_and_recorded_passes_take_the_faster_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
@@ -289,14 +289,13 @@ def test_an_eager_pass_takes_the_faster_attention_and_a_recorded_one_the_kernel(
     query, slots = torch.empty(1, 4, 32, 16, device=meta), torch.empty(1, 900, 2, 16, device=meta)
     variant = KernelVariant(meta, torch.float32, 16, 16, 2)
     monkeypatch.setattr("lookahead.kernels.tree_attention.bind", lambda *_: right)
-    assert choice.attention_for(query, slots, slots, {}, True) is None
+    assert choice.attention_for(query, slots, slots, {}) is None
     assert list(choice.wanted) == [variant, KernelVariant(meta, kernel="compaction")]
     choice.verdicts[variant] = Verdict("", ((512, 1, 2.0), (512, 64, 0.9)))
-    assert choice.attention_for(query, slots, slots, {}, True) is None
-    assert choice.attention_for(query, slots, slots, {}, False) is right
-    assert choice.attention_for(query[:, :, :1], slots, slots, {}, True) is right
+    assert choice.attention_for(query, slots, slots, {}) is None
+    assert choice.attention_for(query[:, :, :1], slots, slots, {}) is right
     choice.verdicts[variant] = Verdict("it is wrong")
-    assert choice.attention_for(query[:, :, :1], slots, slots, {}, False) is None
+    assert choice.attention_for(query[:, :, :1], slots, slots, {}) is None
 
 
 @pytest.mark.parametrize(

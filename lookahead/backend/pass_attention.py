@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead.backend.cpu.exact_attention import attend_per_node
-from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass
+from lookahead.backend.tree_pass import AttentionSpan, TreePass
 from lookahead.kernels import dispatch
 from lookahead.model.attention import real_config
 from lookahead.model.facts import attention_name, own_attention
@@ -125,9 +125,10 @@ def _kernel_of(
     if kind not in tree_pass.kernels:
         options = {**_within(span, key.shape[2])._asdict(), "scaling": scaling, "softcap": softcap, "sinks": s_aux}
         later = frozenset(name for name, limit in span._asdict().items() if limit is not None)
-        is_eager = not isinstance(tree_pass, FixedShapePass)
         buffers = key.transpose(1, 2), value.transpose(1, 2)  # as the cache holds them
-        kernel = dispatch.attention_for(query, *buffers, options, is_eager, later)
+        kernel = dispatch.attention_for(query, *buffers, options, later)
+        if query.device.type == "cuda":
+            tree_pass.unserved.add("" if kernel else dispatch.unserved_attention(query, *buffers, options))
         if kernel is not None:
             kernel = partial(kernel, **tree_pass.tensors(query.device)._asdict())
         tree_pass.kernels[kind] = kernel

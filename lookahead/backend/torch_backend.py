@@ -18,6 +18,7 @@ from lookahead.backend.protocol import BackendReport, BitPolicy, OnPrefill, Path
 from lookahead.backend.tree_pass import AttentionSpan, TreePass
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
+from lookahead.kernels import dispatch
 from lookahead.model.attention import AttentionScope
 from lookahead.model.cache import TreeCache
 from lookahead.model.level_calls import MixTrees
@@ -270,7 +271,13 @@ class TorchBackend:
         is_registered = self._scope is not None
         attention = "" if is_registered else "the model takes prepared masks"
         by_depth = PathReport("states by depth", True, "recurrent layers run once for every depth of a tree")
-        return [PathReport("tree attention", is_registered, attention), *([by_depth] if self.cache.states else [])]
+        paths = [
+            PathReport("tree attention", is_registered, attention),
+            *([by_depth] if self.cache.states else []),
+        ]
+        if self._device.type not in ("cpu", "cuda"):
+            paths.append(PathReport("kernels for trees", False, dispatch.unserved_device(self._device)))
+        return paths
 
     def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
         """One pass of the model; returns the logits of all columns, or only of `tree_pass.keep`."""

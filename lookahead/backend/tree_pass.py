@@ -74,6 +74,7 @@ class TreePass:
         self.cross: Any = None  # attention to what an encoder has read
         self._biased: tuple[Tensor, Tensor] | None = None  # the newest bias, and the mask with it
         self.kernels: dict[Hashable, Callable[..., Any] | None] = {}  # by shapes; None for torch's own kernel
+        self.unserved: set[str] = set()  # why layers had no kernel on a GPU; holds an empty string if some had one
         self._masks: dict[tuple[int, AttentionSpan, torch.dtype, torch.device, int], Tensor] = {}
         self._tensors: dict[torch.device, TreeTensors] = {}
         lengths = slots.lengths[: slots.active]

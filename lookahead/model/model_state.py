@@ -194,6 +194,7 @@ class ModelState:
         self.learned = LearnedState()
         self.is_throwaway = False  # a copy that a probe made: nothing about it is worth a file
         self.has_failed_capture = False  # recording CUDA graphs failed, and is not tried again
+        self.unserved: frozenset[str] | None = None  # `TreePass.unserved` of the newest pass over drafts on a GPU
         self.graphs: Any = None  # `KeptGraphs` that no call uses
         self.linears: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # packed weights by layer
         self.threads: dict[int, int] = {}  # threads per pass on a CPU, by torch's number of threads

@@ -28,6 +28,7 @@ from lookahead.model.call_caches import CACHE
 from lookahead.model.model_state import ModelState, state_of
 
 _FEWEST_SLOTS = 1024  # per row
+_TOO_LARGE = 4  # times the slots that a call needs: such a cache is let go, for recorded passes look at all of it
 CAPTURE_AT = 3  # uses of a shape before it is recorded, since recording a rare shape does not pay
 Run = Callable[[], tuple[Tensor, ...]]  # a pass over the contents of its static buffers
 
@@ -143,6 +144,7 @@ class _ShapeRunner:
     graph: Graph | None = None
     is_checked: bool = False  # a replay was compared with the pass itself
     uses: int = 0
+    has_memory: bool = True  # to be recorded
 
 
 @dataclass(eq=False)
@@ -175,8 +177,9 @@ class KeptGraphs:
         kept: KeptGraphs | None = vars(state_of(model)).pop("graphs", None)  # another thread may want them
         stamp = state_of(model).stamp_number
         slots = None if kept is None or (kept.kind, kept.stamp) != (kind, stamp) else kept.cache.slots
-        if kept is None or slots is None or slots.rows != rows or slots.capacity < capacity:
-            capacity = max(_FEWEST_SLOTS, 1 << (capacity - 1).bit_length())
+        least, capacity = capacity, max(_FEWEST_SLOTS, 1 << (capacity - 1).bit_length())
+        fits = slots is not None and slots.rows == rows and least <= slots.capacity < _TOO_LARGE * capacity
+        if kept is None or slots is None or not fits:
             return cls(kind, stamp, TreeCache(rows=rows, capacity=capacity, windows=windows))
         slots.lengths[:], slots.active = 0, rows
         with torch.inference_mode():
@@ -244,6 +247,7 @@ class GraphRunner:
             outputs = self._run(runner, self._capture)
         if outputs is None:
             return None
+        state_of(self._model).unserved = frozenset(runner.static.unserved)
         return tuple(output[: len(trees), :nodes] for output in outputs)
 
     def _forward(self, static: FixedShapePass) -> tuple[Tensor, ...]:
@@ -255,6 +259,7 @@ class GraphRunner:
         if self._hidden_layers:
             options["output_hidden_states"] = True
         model: Any = self._model
+        static.unserved.clear()
         try:
             if self._scope is None:
                 options["attention_mask"] = static.mask(1, AttentionSpan(), model.dtype, static.tokens.device)
@@ -274,11 +279,15 @@ class GraphRunner:
             # The model itself runs next. If it is broken, it raises there.
             self._stop(_in_short(error))
             return None
-        self.is_cold = True
-        if runner.uses >= CAPTURE_AT:
+        self.is_cold = runner.has_memory
+        if runner.uses >= CAPTURE_AT and runner.has_memory:
             try:
                 # The next pass of its shape is the first replay.
                 runner.graph = capture(partial(self._forward, runner.static))
+            except torch.OutOfMemoryError:
+                runner.has_memory = False
+                shape, name = tuple(runner.static.tokens.shape), type(self._model).__name__
+                _log.warning("%s has no memory left to record passes of %d rows and %d nodes", name, *shape)
             except Exception as error:
                 self._stop(_in_short(error))
         return outputs

@@ -15,9 +15,12 @@ from lookahead.backend.gpu.cuda_graphs import CAPTURE_AT, GraphRunner, KeptGraph
 from lookahead.backend.gpu.kernel_trial import try_kernels
 from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
+from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch
+from lookahead.kernels.dispatch import COMPACTION, KernelVariant
 from lookahead.model.model_kind import ModelInputs
+from lookahead.model.model_state import state_of
 
 
 class GpuBackend(TorchBackend):
@@ -66,14 +69,28 @@ class GpuBackend(TorchBackend):
         self.is_cold = is_new or (self._graphs is not None and self._graphs.is_cold)
         return logits
 
+    def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
+        logits = super()._forward(tree_pass, policy)
+        if tree_pass.unserved:
+            state_of(self._model).unserved = frozenset(tree_pass.unserved)
+        return logits
+
+    def _kernels(self) -> PathReport:
+        """Whether kernels served the newest pass over drafts of the model."""
+        reasons = state_of(self._model).unserved
+        if reasons is None:
+            prepared = "" if self._scope is not None else "the model takes prepared masks"
+            reason = dispatch.unserved_device(self._device) or prepared or "no pass over drafts has asked for one yet"
+            reasons = frozenset((reason,))
+        compaction = dispatch.verdicts.get(KernelVariant(self._device, kernel=COMPACTION))
+        problems = [f"{COMPACTION}: {compaction.problem}"] if compaction is not None and compaction.problem else []
+        return PathReport("kernels for trees", "" in reasons, "; ".join([*sorted(filter(None, reasons)), *problems]))
+
     def _paths(self) -> list[PathReport]:
-        problems = [
-            f"{kernel.name}: {verdict.problem}" for kernel, verdict in dispatch.verdicts.items() if verdict.problem
-        ]
         unsupported = cuda_graphs.graphs_unsupported_reason(self._model, self._device)
         graphs = self._graphs.problem if self._graphs is not None else unsupported or "its passes read more than tokens"
         return [
             *super()._paths(),
-            PathReport("kernels for trees", not problems, "; ".join(problems)),
+            self._kernels(),
             PathReport("CUDA graphs", not graphs, graphs),
         ]
