@@ -48,7 +48,7 @@ def test_rows_that_copied_a_text_read_it_once_and_compute_what_each_does_alone(d
         with together.serving():
             got = together.score(trees, BitPolicy.SOLO)
         assert together.is_ragged
-        (groups,) = (table._groups for kind, table in together.cache.tables.items() if kind[2] == len(places))
+        (groups,) = (table._groups for kind, table in together.cache.tables.items() if kind[3] == len(places))
         shared_rows.append(max((rows for slots, rows, *_ in groups.tolist() if slots), default=0))
         for at, row in enumerate(places):
             with alone[row].serving():

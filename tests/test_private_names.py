@@ -56,7 +56,7 @@ def uses() -> dict[str, set[str]]:
         for node in ast.walk(module.tree):
             if id(node) in pieces:
                 continue
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 own.add(node.name)
                 if node.name in OVERRIDDEN:
                     found[node.name].add(module.room)
