@@ -53,13 +53,20 @@ def refused_at_once(server: Any, path: str, body: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("text", ["x", "\N{WINKING FACE}", " "])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
-def test_a_prompt_that_cannot_fit_is_refused_by_its_characters_however_busy(server, path, text):
+def test_a_prompt_that_cannot_fit_is_refused_by_its_size_however_busy(server, path, text):
     long = text * 250_000
     body = {"messages": [{"role": "user", "content": long}]} if "chat" in path else {"prompt": long}
     assert refused_at_once(server, path, body)["code"] == "context_length_exceeded"
 
 
-def test_the_characters_of_a_chat_are_those_of_all_its_messages(server):
+def test_a_text_is_measured_in_bytes_as_its_tokens_are(server):
+    translator = server.models.wait().translator
+    tokens = translator.context * translator._longest // 4 + 1  # characters of four bytes
+    body = {"prompt": "\N{WINKING FACE}" * tokens}
+    assert refused_at_once(server, "/v1/completions", body)["code"] == "context_length_exceeded"
+
+
+def test_the_size_of_a_chat_is_that_of_all_its_messages(server):
     part = {"role": "user", "content": [{"type": "text", "text": "x" * 1000}] * 20}
     body = {"messages": [part] * 40}
     assert refused_at_once(server, "/v1/chat/completions", body)["param"] == "messages"
@@ -69,7 +76,7 @@ def test_token_ids_that_cannot_fit_are_counted(server):
     assert refused_at_once(server, "/v1/completions", {"prompt": [5] * 3000})["code"] == "context_length_exceeded"
 
 
-def test_a_prompt_that_may_fit_is_not_refused_by_its_characters(server):
+def test_a_prompt_that_may_fit_is_not_refused_by_its_size(server):
     tokenizer, translator = server.models.wait().tokenizer, server.models.wait().translator
     longest = max(tokenizer.get_vocab(), key=len)
     text = tokenizer.decode(tokenizer.convert_tokens_to_ids([longest])) * (translator.context - 1)

@@ -119,10 +119,10 @@ class Message(_Body):
         return self
 
     @property
-    def characters(self) -> int:
-        """Characters of its content."""
+    def size(self) -> int:
+        """Bytes of its content."""
         parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content or ()]
-        return sum(map(len, parts))
+        return sum(map(size_of, parts))
 
     def for_template(self) -> dict[str, Any]:
         """The message in the form of chat templates."""
@@ -267,6 +267,11 @@ class TokenizeBody(_Body):
 def text_of(content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None) -> str:
     """The text of a message's content, which may have parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content or [])
+
+
+def size_of(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def parsed(kind: type[Any], body: bytes) -> Any:

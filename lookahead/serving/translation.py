@@ -26,6 +26,7 @@ from lookahead.serving.request_schemas import (
     NamedTool,
     TokenizeBody,
     Tool,
+    size_of,
     text_of,
 )
 from lookahead.serving.requests import GenerationRequest, LoopClosedError, QueueFullError
@@ -83,12 +84,14 @@ class Translator:
         self._model, self._tokenizer, self._most, self._most_outputs = model, tokenizer, max_new_tokens, most_outputs
         self.context = None if kind_of(model).has_encoder else context_limit(model)
         self._limit = kind_of(model).prompt_limit(model)
-        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
+        # Bytes of the longest token; in a vocabulary of bytes each is written as one character.
+        is_of_bytes = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+        self._longest = max(map(len if is_of_bytes else size_of, tokenizer.get_vocab()), default=1)
 
     def check(self, body: ChatBody | CompletionBody | TokenizeBody) -> None:
         """Refuse what can never be served, by counting: nothing is tokenized.
 
-        A text has at least its characters divided by those of the longest token as tokens.
+        A text has at least its bytes divided by those of the longest token as tokens.
         """
         if isinstance(body, TokenizeBody):
             prompts = [body.prompt or ""]
@@ -99,14 +102,18 @@ class Translator:
                 raise invalid("n", f"the server takes at most {self._most_outputs} outputs at once, got {outputs}")
         if self._limit is None:
             return
-        sizes = [("prompt", -(-len(prompt) // (self._longest if isinstance(prompt, str) else 1))) for prompt in prompts]
+        sizes = [("prompt", self._least(prompt) if isinstance(prompt, str) else len(prompt)) for prompt in prompts]
         messages = () if isinstance(body, CompletionBody) else body.messages or ()
-        sizes.append(("messages", -(-sum(message.characters for message in messages) // self._longest)))
+        sizes.append(("messages", -(-sum(message.size for message in messages) // self._longest)))
         for field, tokens in sizes:
             if tokens > self._limit:
                 raise _too_long(
                     field, f"the prompt has at least {tokens} tokens, and the model's context {self._limit}"
                 )
+
+    def _least(self, text: str) -> int:
+        """The fewest tokens that a text may have."""
+        return -(-size_of(text) // self._longest)
 
     def of_chat(self, body: ChatBody) -> list[GenerationRequest]:
         """The request of a chat."""
