@@ -46,6 +46,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3", DENSE),
     "Gemma2": ("Gemma2", {**DENSE, "attn_implementation": "sdpa"}),
     "Gemma3": ("Gemma3Text", {**DENSE, "sliding_window": 512, "query_pre_attn_scalar": 64}),
+    "Gemma4": (
+        "Gemma4Text",
+        {
+            **DENSE, "sliding_window": 512, "global_head_dim": 128, "num_kv_shared_layers": 8,
+            "hidden_size_per_layer_input": 128, "vocab_size_per_layer_input": 32000,
+        },
+    ),
+    "Starcoder2": ("Starcoder2", DENSE),
+    "GPTNeoX": ("GPTNeoX", {**DENSE, "head_dim": None}),
     "Phi3": ("Phi3", DENSE),
     "Olmo2": ("Olmo2", DENSE),
     "Olmo3": ("Olmo3", {**DENSE, "sliding_window": 512}),
@@ -78,14 +87,16 @@ def touched(model: Any, nodes: int) -> tuple[int, int]:
     """Bytes of the weights that a pass reads, and the products of a node: experts as far as random choices reach."""
     size = products = 0
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
-    embedding = model.get_input_embeddings().weight
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
+    if model.config.tie_word_embeddings:
+        tables.remove(id(model.get_input_embeddings().weight))
     for weight in model.parameters():
         if weight.dim() == 3:
             experts = len(weight)
             reached = experts * (1 - (1 - chosen / experts) ** nodes)
             size += int(weight.nbytes * reached / experts)
             products += weight.numel() * chosen // experts
-        elif weight.dim() == 2 and (weight is not embedding or model.config.tie_word_embeddings):
+        elif weight.dim() == 2 and id(weight) not in tables:
             size += weight.nbytes
             products += weight.numel()
     return size, products

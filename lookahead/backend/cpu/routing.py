@@ -18,6 +18,7 @@ from lookahead.backend.protocol import BitPolicy
 from lookahead.kernels import experts, packed_product
 from lookahead.kernels.experts import ExpertWeight
 from lookahead.kernels.packed_product import PackedWeight
+from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.families.operations import Experts
 
 UNPACKED_PASSES = 24  # over mixtures as they are, which save as much time as packing takes
@@ -120,6 +121,9 @@ class Routing:
 
     def multiply(self, module: Any, tokens: int) -> Tensor:
         """Multiply the first tokens by the weight of a module by torch, each row alone: `[tokens, outputs]`."""
+        if isinstance(module, QuantizedLinear):
+            result: Tensor = module(self.rows[:tokens])  # which has the bits of single rows
+            return result
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         return torch.cat([linear(row, weight, bias) for row in self.rows[:tokens].split(1)])
 
