@@ -12,6 +12,7 @@ import operator
 import os
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.gpu import kernel_trial
 from lookahead.backend.gpu.gpu_backend import GpuBackend
+from lookahead.backend.protocol import PathReport
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import Verdict
@@ -251,6 +253,26 @@ def test_the_report_says_why_no_kernel_served(case: str, monkeypatch: pytest.Mon
         path = {path.path: path for path in target.report().paths}["kernels for trees"]
         assert not path.serves and reason in path.reason
         assert not dispatch.served
+
+
+@pytest.mark.parametrize("gpu", [2], indirect=True, ids=["two devices"])
+def test_a_model_on_two_devices_is_reported_alike_every_time_and_without_a_warning(gpu: FakeGpu) -> None:
+    model = split_in_two(llama_with_heads_of(8))
+    reason = "its weights are on cuda:0, cuda:1, and a recording is of one GPU"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            report = lookahead.backend_report(model)
+            assert PathReport("CUDA graphs", False, reason) in report.paths
+            target = GpuBackend(model, rows=1, capacity=80, captures=True)
+            assert PathReport("CUDA graphs", False, reason) in target.report().paths
+
+
+def test_an_attention_of_the_users_choice_that_ours_replaces_is_named(gpu: FakeGpu) -> None:
+    model = llama_with_heads_of(8)
+    model.set_attn_implementation("flex_attention")
+    target = GpuBackend(move(model), rows=1, capacity=80)
+    assert PathReport("tree attention", True, "in place of flex_attention") in target.report().paths
 
 
 def test_a_shape_that_finds_no_memory_is_not_recorded_and_others_are(

@@ -269,7 +269,9 @@ class TorchBackend:
         if not self._takes_masks:
             return [PathReport("trees of drafts", False, "the model verifies chains")]
         is_registered = self._scope is not None
-        attention = "" if is_registered else "the model takes prepared masks"
+        own = plan_of(self._model).attention
+        attention = "" if own in (None, "sdpa", "eager") else f"in place of {own}"
+        attention = attention if is_registered else "the model takes prepared masks"
         by_depth = PathReport("states by depth", True, "recurrent layers run once for every depth of a tree")
         paths = [
             PathReport("tree attention", is_registered, attention),

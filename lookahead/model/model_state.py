@@ -296,8 +296,10 @@ def leaving_nothing(model: Any) -> Iterator[None]:
     small = [each for each in small if not (each.is_meta or each.is_inference()) and each.nbytes <= _SMALL_BUFFER]
     contents, versions = [each.clone() for each in small], [each._version for each in small]
     drawn = random.getstate(), np.random.get_state()
+    weights = [each for module in modules for each in module._parameters.values() if each is not None]
+    gpus = {each.device for each in weights if each.device.type == "cuda"}  # torch warns if it has to guess them
     try:
-        with outside_passes(), torch.random.fork_rng(), patched_attribute(CHECKPOINTING, checkpointed(model)):
+        with outside_passes(), torch.random.fork_rng(gpus), patched_attribute(CHECKPOINTING, checkpointed(model)):
             yield
     finally:
         random.setstate(drawn[0])

@@ -218,10 +218,7 @@ class GraphRunner:
         self._cache, self._most_nodes, self._hidden_layers = kept.cache, most_nodes, hidden_layers
         self.is_cold = False  # the newest pass was not a plain replay; its time does not count as a cost
         self._capture: CudaGraphs | None = CudaGraphs(device)
-        if problem := graphs_unsupported_reason(model, device):
-            self._stop(problem)
-        else:
-            finalize(self, kept.give_back, ref(state_of(model))).atexit = False
+        finalize(self, kept.give_back, ref(state_of(model))).atexit = False
 
     def score(self, trees: Sequence[TokenTree]) -> tuple[Tensor, ...] | None:
         """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed."""

@@ -39,6 +39,7 @@ class GpuBackend(TorchBackend):
         super().__init__(model, **options)
         self._graphs: GraphRunner | None = None
         inputs, is_plain = self._inputs, type(self._inputs) is ModelInputs and not self.cache.states
+        captures = captures and not cuda_graphs.graphs_unsupported_reason(model, self._device)
         if captures and self._takes_masks and inputs.takes_positions and is_plain:
             kind, slots = (self._hidden_layers, most_nodes, str(self._device)), self.cache.slots
             kept = KeptGraphs.take(model, kind, slots.rows, slots.capacity, self._windows)
