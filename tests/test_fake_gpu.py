@@ -144,7 +144,7 @@ def steady(gpu: FakeGpu, model: PreTrainedModel, options: dict[str, Any]) -> Cou
 # The tree is one copy, the tokens are another. A path that leaves a chain takes a copy and launches for each layer.
 LIMITS = {
     "one row": ("greedy", (40,), 1, (1, 1, 0, 1, 13)),
-    "ragged rows": ("greedy", (4, 9, 30), 1, (2, 1, 0, 2, 22)),
+    "ragged rows": ("greedy", (4, 9, 30), 1, (2, 1, 0, 1, 22)),
     "sampled": ("sampled", (40,), 1, (6, 1, 0, 11, 88)),
     "two devices": ("greedy", (40,), 2, (1, 1, 9, 1, 168)),
 }

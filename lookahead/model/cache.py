@@ -324,7 +324,8 @@ class TreeCache(Cache):
         if self._compact is None or len(path) > MAX_NODES:
             nodes = torch.from_numpy(path.astype(np.int64) + start)
             for buffer in self.buffers():
-                nodes = nodes.to(buffer.device)  # copying synchronizes, so once per device
+                # Once per device; CUDA has read the host's memory when the call returns.
+                nodes = nodes.to(buffer.device, non_blocking=buffer.device.type == "cuda")
                 buffer[row, start : start + len(path)] = buffer[row].index_select(0, nodes)
             return
         packed = torch.from_numpy(np.array([row, start, len(path), *path], np.int32))
