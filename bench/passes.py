@@ -82,8 +82,9 @@ def read(model: PreTrainedModel, prompt: torch.Tensor) -> DynamicCache:
     first, repeats = prompt[:_READ_TOKENS], -(-len(prompt) // _READ_TOKENS)
     with torch.inference_mode():
         causal_lm(first[None], logits_to_keep=1, **{CACHE: cache})
-        is_plain = all(getattr(layer, "keys", first[None, None]).shape[-2] == len(first) for layer in cache.layers)
-        if repeats > 1 and not is_plain:  # a window or states
+        lengths = [keys.shape[2] for keys, _ in kv_of(cache)]
+        is_plain = len(lengths) == len(cache.layers) and set(lengths) == {len(first)}
+        if repeats > 1 and not is_plain:  # a window, states, or keys of another layer
             causal_lm(prompt[None, len(first) :], logits_to_keep=1, **{CACHE: cache})
         elif repeats > 1:
             for layer in cache.layers:
