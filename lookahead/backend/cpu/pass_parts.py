@@ -68,7 +68,11 @@ class Watched(NamedTuple):
         tensors = [held.get(name) for held, name in self.tensors]
         copied = [held[name] for held, name in self.contents]
         return [
-            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+            *map(_address, tensors),
             *(0 if tensor.is_inference() else tensor._version for tensor in copied),
             *(getattr(module, name) for module, name in self.numbers),
         ]
+
+
+def _address(tensor: Any) -> int:
+    return 0 if tensor is None else int(tensor.data_ptr())
