@@ -62,17 +62,13 @@ class Watched(NamedTuple):
         numbers += [(layer.attention.module, "scaling") for layer in parts.layers if layer.attention]
         return cls([*tensors, *contents], contents, numbers)
 
-    @property
-    def settings(self) -> list[float]:
-        """Their addresses, versions and numbers now."""
-        tensors = [held.get(name) for held, name in self.tensors]
-        copied = [held[name] for held, name in self.contents]
-        return [
-            *map(_address, tensors),
-            *(0 if tensor.is_inference() else tensor._version for tensor in copied),
-            *(getattr(module, name) for module, name in self.numbers),
-        ]
 
-
-def _address(tensor: Any) -> int:
-    return 0 if tensor is None else int(tensor.data_ptr())
+def settings_of(watched: Watched) -> list[float]:
+    """The addresses, versions and numbers of what a table holds now."""
+    tensors = [held.get(name) for held, name in watched.tensors]
+    copied = [held[name] for held, name in watched.contents]
+    return [
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *(0 if tensor.is_inference() else tensor._version for tensor in copied),
+        *(getattr(module, name) for module, name in watched.numbers),
+    ]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.backend.cpu.layer_jobs import HiddenSum, LayerJobs, Positions
-from lookahead.backend.cpu.pass_parts import PassParts, Watched
+from lookahead.backend.cpu.pass_parts import PassParts, Watched, settings_of
 from lookahead.backend.cpu.routing import Routing
 from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.drafting.tree import TokenTree
@@ -121,7 +121,7 @@ class PassTable(KeepsAddresses):
         for at in parts.slotted:
             cache.is_ready(at)  # allocates the slots
         self._beside = hidden.new_empty(len(parts.layers), self.most, parts.beside)
-        self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), self._watched.settings
+        self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), settings_of(self._watched)
         written = hidden.new_empty(2)  # two addresses, to see which numbers depend on the output's address
         step = written[1:].data_ptr() - written.data_ptr()
         one, two, later, moved = (
@@ -142,7 +142,7 @@ class PassTable(KeepsAddresses):
             and parts.head is self._parts.head
             and self._threads == torch.get_num_threads()
             and self._allocated == (self._slots.capacity, self._slots.allocations)
-            and self._settings == self._watched.settings
+            and self._settings == settings_of(self._watched)
         )
 
     def takes(self, positions: Mapping[str, Positions]) -> bool:
