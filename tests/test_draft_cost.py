@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lookahead import DraftModel, LookaheadConfig
 from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.cli.app import app
-from lookahead.drafting.budget import Budget
+from lookahead.drafting.budget import Budget, PassTimes
 from lookahead.drafting.proposal import Call, Feedback, IntArray, Proposal, Proposer
 from lookahead.proposers.validated import ValidatedProposer
 from tests.support.engines import engine_of
@@ -308,3 +308,14 @@ def test_a_draft_model_larger_than_its_target_is_told_of_in_one_line(folders: di
     told = [line for line in run.stderr.splitlines() if "hardly pay" in line]
     assert len(told) == 1 and told[0].startswith("warning: the draft model has ")
     assert ".py:" not in told[0]
+
+
+def test_a_draft_model_is_asked_only_where_it_beats_what_others_keep_of_their_promise() -> None:
+    times = PassTimes()
+    assert times.beats(9.0, depth=4), "nothing is measured yet"
+    times.target.add(0.010)
+    times.draft.add(0.005)
+    times.agreement.value = 0.9  # 4.10 tokens in 30 ms at depth 4, as many as 1.37 in 10 ms; best at depth 3: 1.38
+    assert times.beats(1.36, depth=4) and not times.beats(1.40, depth=4)
+    times.others.value = 0.5  # the other sources give half of what they promise
+    assert times.beats(2.7, depth=4) and not times.beats(2.8, depth=4)

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from starlette.responses import JSONResponse
 from lookahead.serving.api_errors import ApiError, shutting_down
 
 _OPEN = "/health", "/ping", "/"  # served without a key: they reveal nothing
+_LEAST_REST, _REST_S = 1 << 20, 2.0  # bytes and seconds for the rest of a body that is too large
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -77,6 +79,9 @@ class Guard:
             error = (
                 raised if isinstance(raised, ApiError) else shutting_down()
             )  # uvicorn cancels what is left at its end
+            if error.status == 413:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._read_rest(receive), _REST_S)
             answer = JSONResponse(error.body, error.status, {**error.headers, "connection": "close"})
             await answer(scope, receive, counted)
 
@@ -118,6 +123,15 @@ class Guard:
             return message
 
         return limited
+
+    async def _read_rest(self, receive: Receive) -> None:
+        """Read what a client still sends, up to a limit: bytes left unread reset its connection and lose the answer."""
+        left = max(self._max_body, _LEAST_REST)
+        while left > 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if not message.get("more_body"):
+                return
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body must have at most {self._max_body} bytes; --max-body-mb sets the limit")
