@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -22,6 +24,7 @@ from lookahead.errors import HeadsError
 from lookahead.ngram.hit_rates import AcceptanceTable
 from lookahead.plugins.heads.native_mtp import NativeDrafter, open_native
 from lookahead.plugins.heads.target import hidden_states
+from tests.support.declared import made
 
 needs_mtp_layers = pytest.mark.skipif(
     not hasattr(modeling_layers, "MtpModel"), reason=f"transformers {transformers.__version__} has no MTP layers"
@@ -155,3 +158,73 @@ def test_more_than_one_layer_is_refused(deepseek_model):
 def test_layers_that_transformers_does_not_have_are_refused_by_name(tiny_llama):
     with pytest.raises(HeadsError, match="MTP layers of checkpoints need a newer transformers"):
         open_native(tiny_llama)
+
+
+QWEN = "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"
+
+
+def qwen_folder(name: str, folder: Path) -> Path:
+    """A small Qwen with an MTP layer in its checkpoint, which transformers drops."""
+    made(
+        name, torch.float32, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32
+    ).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    attending = {key.partition(".layers.1.")[2]: tensor for key, tensor in tensors.items() if ".layers.1." in key}
+    mtp = {f"mtp.layers.0.{key}": torch.randn_like(tensor) * 0.3 for key, tensor in attending.items()}
+    mtp |= {f"mtp.{norm}.weight": torch.randn(64) * 0.1 for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    mtp |= {"mtp.norm.weight": torch.randn(64) * 0.1, "mtp.fc.weight": torch.randn(64, 128) * 0.3}
+    save_file({**tensors, **mtp}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@needs_mtp_layers
+@pytest.mark.parametrize("name", QWEN)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9}], ids=["greedy", "sampled"])
+def test_a_layer_that_transformers_drops_drafts_and_changes_no_token(name, options, tmp_path, accepted):
+    model = AutoModelForCausalLM.from_pretrained(qwen_folder(name, tmp_path), dtype=torch.float32).eval()
+    config = LookaheadConfig(proposers=(Heads("native"),), **FIXED)
+    ids = torch.tensor([[5, 9, 31, 9, 31]])
+    kwargs: dict[str, Any] = {"input_ids": ids, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, **options}
+    outputs = list[Any]()
+    for ours in ({}, {"custom_generate": lookahead.decode, "lookahead_config": config}):
+        torch.manual_seed(0)
+        outputs.append(model.generate(**kwargs, **ours))
+    assert torch.equal(*outputs)
+    assert accepted[0] > 0
+
+
+@needs_mtp_layers
+@torch.no_grad()
+def test_qwens_layer_computes_what_its_weights_say(tmp_path):
+    folder = qwen_folder("Qwen3_5", tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tensors = load_file(folder / "model.safetensors")
+    ids = [5, 9, 31, 7, 8, 60, 2]
+    states = hidden_states(model, torch.tensor([ids]))[:, :-1]
+    drafter = NativeDrafter(open_native(model), model, AcceptanceTable(4), None)
+    drafter.read([0], [torch.tensor(ids[1:])], [states[0]])
+    (tree,) = drafter.draft([0], 30)
+
+    def norm(x: torch.Tensor, key: str) -> torch.Tensor:
+        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
+        return scaled * (1 + tensors[key])
+
+    embedded = norm(model.get_input_embeddings()(torch.tensor([ids[1:]])), "mtp.pre_fc_norm_embedding.weight")
+    x = linear(torch.cat((embedded, norm(states, "mtp.pre_fc_norm_hidden.weight")), -1), tensors["mtp.fc.weight"])
+    layer, start = copy.deepcopy(model.model.layers[1]), "mtp.layers.0."
+    layer.load_state_dict({key.removeprefix(start): each for key, each in tensors.items() if key.startswith(start)})
+    rotation = model.model.rotary_emb(x, torch.arange(len(ids) - 1)[None])  # only distances count
+    mask = torch.ones(len(ids) - 1, len(ids) - 1).tril().bool()[None, None]
+    out = norm(layer(x, position_embeddings=rotation, attention_mask=mask), "mtp.norm.weight")
+    chances = model.lm_head(out[0, -1]).softmax(-1)
+    children = [i for i in range(1, len(tree.tokens)) if tree.kinds[i, 0] == 0]
+    assert children
+    for i in children:
+        assert tree.draft_probs[i] == pytest.approx(float(chances[tree.tokens[i]]), rel=1e-4)
+
+
+@needs_mtp_layers
+def test_a_qwen_without_the_layer_in_its_checkpoint_is_refused(tmp_path):
+    made("Qwen3_5", torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(HeadsError, match=r"the MTP layer of .* cannot be loaded: .*missing"):
+        open_native(AutoModelForCausalLM.from_pretrained(tmp_path))

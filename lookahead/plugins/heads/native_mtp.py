@@ -1,9 +1,11 @@
-"""The MTP layer of a model's own checkpoint (DeepSeek-V3, GLM-4.5), loaded and run by transformers."""
+"""The MTP layer of a model's own checkpoint (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5), run by transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,16 @@ if TYPE_CHECKING:
 NATIVE_DEPTH = 4  # tokens guessed in a row; the layer is trained for one, and continues from its output as EAGLE does
 
 
+# Weights of a layer that transformers drops, Qwen's, and their names in its `MtpModel`.
+_QWEN_NAMES = {
+    r"^mtp\.fc\.": "layers.0.eh_proj.",
+    r"^mtp\.pre_fc_norm_embedding\.": "layers.0.enorm.",
+    r"^mtp\.pre_fc_norm_hidden\.": "layers.0.hnorm.",
+    r"^mtp\.norm\.": "layers.0.post_norm.",
+    r"^mtp\.layers\.0\.": "layers.0.mtp_block.",
+}
+
+
 def open_native(model: PreTrainedModel) -> MtpModel:
     """Load the MTP layer of the checkpoint that a model was loaded from, or raise a `HeadsError`."""
     name, config = type(model).__name__, model.config.get_text_config()
@@ -28,21 +40,46 @@ def open_native(model: PreTrainedModel) -> MtpModel:
         from transformers.modeling_layers import MtpModel
     except ImportError as error:
         raise HeadsError("MTP layers of checkpoints need a newer transformers, one that has MtpModel") from error
-    layers = getattr(config, "num_mtp_layers", None)
+    is_qwen = "^mtp.*" in (getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    layers = getattr(config, "num_mtp_layers", None) or getattr(config, "mtp_num_hidden_layers", is_qwen)
     if not layers:
         raise HeadsError(
-            f"{name} has no MTP layers that transformers loads: its configuration has no num_mtp_layers, and weights "
-            "of such layers, if there are any in the checkpoint, are dropped; train heads with 'lookahead train'"
+            f"{name} has no MTP layers that are served: its configuration has no num_mtp_layers, and weights of such "
+            "layers, if there are any in the checkpoint, are dropped; train heads with 'lookahead train'"
         )
     if layers > 1:
         raise HeadsError(f"checkpoints with one MTP layer are served, that of this {name} has {layers}")
     try:
-        network: MtpModel = MtpModel.from_pretrained(model)
+        network: MtpModel = _open_qwen(MtpModel, model) if is_qwen else MtpModel.from_pretrained(model)
     except (OSError, ValueError, RuntimeError, AttributeError, TypeError) as error:
         raise HeadsError(f"the MTP layer of {config.name_or_path!r} cannot be loaded: {one_line(error)}") from error
     if attention_name(network.config) not in ("eager", "sdpa"):
         network.set_attn_implementation("sdpa")
     network.layers.eval()  # not the embedding and the LM head, which are the model's
+    return network
+
+
+def _open_qwen(kind: type[MtpModel], model: Any) -> MtpModel:
+    """Load Qwen's layer, one of full attention, which has other names than the layers that transformers loads."""
+    from transformers.core_model_loading import WeightRenaming
+
+    class QwenMtp(kind):  # type: ignore[misc, valid-type] # a base that only newer transformers have
+        def get_weight_conversions(self, main_model: Any) -> list[Any]:
+            # The last are the model's own, for weights of experts; they apply to names of the model's layers.
+            return [*(WeightRenaming(*names) for names in _QWEN_NAMES.items()), *super().get_weight_conversions(model)]
+
+    decoder, config = model.get_decoder(), deepcopy(model.config.get_text_config())
+    config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+    config.name_or_path = model.config.name_or_path  # a wrapper of a text model has it
+    layer = next(layer for layer in decoder.layers if hasattr(layer, "self_attn"))
+    shown = SimpleNamespace(
+        config=config,
+        get_decoder=lambda: SimpleNamespace(layers=[layer], rotary_emb=decoder.rotary_emb),
+        get_input_embeddings=model.get_input_embeddings,
+        lm_head=model.get_output_embeddings(),
+        _keys_to_ignore_on_load_unexpected=[r"^mtp\."],
+    )
+    network: MtpModel = QwenMtp.from_pretrained(shown)
     return network
 
 
