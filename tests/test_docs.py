@@ -57,6 +57,7 @@ NOT_RUN = {
     ("docs/drop-in.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
     ("docs/drop-in.md", 'model = WhisperForConditionalGeneration.from_pretrained("PATH_OR_ID")'),
     ("docs/serving.md", "pip install 'lookahead-decoding[serve]'"),
+    ("docs/serving.md", "from anthropic import"),
     ("docs/grammars.md", "pip install 'lookahead-decoding[grammar]'"),
     ("docs/grammars.md", "schema = {"),
     ("docs/grammars.md", 'lookahead generate "The'),

@@ -15,6 +15,7 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from lookahead.serving.api_errors import ApiError
+from lookahead.serving.forms import AnswerForm
 from lookahead.serving.request_schemas import CompletionBody, parsed
 from lookahead.serving.served_models import ServedModels
 from lookahead.serving.service import Service
@@ -108,7 +109,7 @@ def test_outputs_that_end_while_the_client_leaves_lose_no_error(folder, log):
             return {"type": "http.disconnect"}
 
         try:
-            await service.whole(turn, Request({"type": "http"}, receive))
+            await service.whole(turn, Request({"type": "http"}, receive), AnswerForm())
             raise AssertionError("an answer for a client that left")
         except ClientDisconnect:
             pass

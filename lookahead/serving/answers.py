@@ -48,7 +48,12 @@ class Choice:
     @property
     def has_stopped(self) -> bool:
         """Whether a stop text was found, which ends the output."""
-        return self._stops.has_stopped
+        return self.stop is not None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop text that was found."""
+        return self._stops.stop
 
 
 class Answer:
@@ -68,7 +73,7 @@ class Answer:
         tokenizer: PreTrainedTokenizerBase,
         prompt_tokens: Sequence[int],
     ) -> None:
-        self._body, self._tokenizer, self._prompt_tokens = body, tokenizer, prompt_tokens
+        self._body, self._tokenizer, self._prompt_tokens, self.model = body, tokenizer, prompt_tokens, model
         self._is_chat = isinstance(body, ChatBody)
         self.choices = [Choice(body.stops) for _ in range(len(prompt_tokens) * body.choices)]
         self._tools: list[str] = []
@@ -147,12 +152,14 @@ class Answer:
     ) -> dict[str, Any]:
         told = self._logprobs(self.choices[i], logprobs) if logprobs else None
         choice: dict[str, Any] = {"index": i, "logprobs": told, "finish_reason": reason}
+        choice["stop_reason"] = None if reason is None else self.choices[i].stop
         choice |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
         return {**self._head, "object": self._chunk_kind, "choices": [choice]}
 
     def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
         told = self._logprobs(choice, choice.logprobs) if choice.logprobs else None
         made: dict[str, Any] = {"index": i, "finish_reason": choice.finish_reason, "logprobs": told}
+        made["stop_reason"] = choice.stop
         if not self._is_chat:
             return made | {"text": choice.text}
         text, calls = calls_in(choice.text, self._tools) if self._tools else (choice.text, [])

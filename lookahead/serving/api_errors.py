@@ -1,10 +1,15 @@
-"""Errors of the server, in the format of the OpenAI API."""
+"""Errors of the server, in the formats of the APIs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+
+_OF_MESSAGES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -31,6 +36,13 @@ class ApiError(Exception):
         self.status, self.headers = status, headers or {}
         kind = _TYPES.get(status, "invalid_request_error")
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The body in the form of the API of a path."""
+        if not path.startswith("/v1/messages"):
+            return self.body
+        kind = _OF_MESSAGES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}, "request_id": None}
 
 
 def invalid(param: str | None, message: str) -> ApiError:

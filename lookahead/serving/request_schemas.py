@@ -45,9 +45,12 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 OptionalText = Annotated[str, StringConstraints(max_length=200)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """A JSON object of a client, whose fields are known."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -60,7 +63,7 @@ class _Body(BaseModel):
         return given
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
@@ -68,7 +71,7 @@ class TextPart(_Body):
     cache_control: Any = None  # of other servers
 
 
-class Function(_Body):
+class Function(Body):
     """A function that the model may call."""
 
     name: Text
@@ -77,27 +80,27 @@ class Function(_Body):
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     """A tool that the model may use."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(_Body):
+class FunctionName(Body):
     """The name of a function."""
 
     name: Text
 
 
-class NamedTool(_Body):
+class NamedTool(Body):
     """The tool that the model must use."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class Message(_Body):
+class Message(Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -134,14 +137,14 @@ class Message(_Body):
         return given
 
 
-class Prediction(_Body):
+class Prediction(Body):
     """The expected output."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """A schema that the output follows."""
 
     name: str | None = None
@@ -150,27 +153,27 @@ class JsonSchema(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """The form of the output."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
-class Drafting(_Body):
+class Drafting(Body):
     """Options of this server."""
 
     draft: bool = True
 
 
-class GenerationBody(_Body):
+class GenerationBody(Body):
     """The common fields of chats and completions."""
 
     model: str | None = None
@@ -236,7 +239,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None  # for templates
+    reasoning_effort: Effort | None = None  # for templates
 
 
 class CompletionBody(GenerationBody):
@@ -255,7 +258,7 @@ class CompletionBody(GenerationBody):
         return [self.prompt] if is_one else list(self.prompt)
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """A request to `/tokenize`."""
 
     model: str | None = None
@@ -274,10 +277,10 @@ def size_of(text: str) -> int:
     return len(text.encode("utf-8", "surrogatepass"))
 
 
-def parsed(kind: type[Any], body: bytes) -> Any:
-    """Parse the request in a body; ApiError names the first invalid field."""
+def parsed(kind: type[Any], body: bytes | dict[str, Any]) -> Any:
+    """Parse the request in a body, or check its fields; ApiError names the first invalid one."""
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
     except ValidationError as error:
         errors = error.errors(include_url=False)
         first, reason = _of_fitting_branch(errors)
@@ -329,7 +332,7 @@ def _path(error: Any) -> list[str | int]:
 @functools.cache
 def _field_names() -> frozenset[str]:
     """The names of the fields of all bodies and their parts."""
-    kinds, names = [_Body], set[str]()
+    kinds, names = [Body], set[str]()
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
@@ -338,7 +341,7 @@ def _field_names() -> frozenset[str]:
 
 
 @functools.cache
-def _names_of(kind: type[_Body]) -> frozenset[str]:
+def _names_of(kind: type[Body]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 

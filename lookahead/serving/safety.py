@@ -82,7 +82,7 @@ class Guard:
             if error.status == 413:
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._read_rest(receive), _REST_S)
-            answer = JSONResponse(error.body, error.status, {**error.headers, "connection": "close"})
+            answer = JSONResponse(error.body_at(scope["path"]), error.status, {**error.headers, "connection": "close"})
             await answer(scope, receive, counted)
 
     def _check(self, scope: dict[str, Any], headers: Headers) -> None:
@@ -99,7 +99,8 @@ class Guard:
         owner = ""
         if self._keys and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
             # Clients send characters outside ASCII as UTF-8 or as Latin-1.
-            sent = headers.get("authorization", "").partition(" ")[2].strip().encode("latin-1")
+            bearer = headers.get("authorization", "").partition(" ")[2].strip()
+            sent = (bearer or headers.get("x-api-key", "")).encode("latin-1")
             given = sent, sent.decode("latin-1").encode()
             fits = [any(hmac.compare_digest(each, key) for each in given) for key in self._keys]
             if not any(fits):

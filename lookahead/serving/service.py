@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 import time
@@ -20,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from lookahead.serving.answers import Answer
 from lookahead.serving.api_errors import ApiError, shutting_down
 from lookahead.serving.decoding_loop import DecodingLoop, PlannedRequest
+from lookahead.serving.forms import AnswerForm
 from lookahead.serving.metrics import Metrics
 from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody, parsed
 from lookahead.serving.requests import Ticket, Update
@@ -85,12 +85,12 @@ class Service:
         content: T = parsed(kind, body)
         return content
 
-    async def tokens(self, body: TokenizeBody, client: str) -> tuple[list[int], int | None]:
-        """The token ids that are asked for, and the context of the model."""
+    async def tokens(self, body: TokenizeBody | ChatBody, client: str) -> tuple[list[int], ServedModel]:
+        """The token ids of a prompt, and the model."""
         deadline = time.monotonic() + self._timeout_s
-        translator = (await self.model(body.model, deadline)).translator
-        translator.check(body)
-        return await self._apart(partial(translator.tokens_of, body), client, deadline), translator.context
+        served = await self.model(body.model, deadline)
+        served.translator.check(body)
+        return await self._apart(partial(served.translator.tokens_of, body), client, deadline), served
 
     async def begin(self, body: ChatBody | CompletionBody, client: str = "", salt: str = "") -> Turn:
         """Translate a request and start its outputs, which end if this is cancelled."""
@@ -141,34 +141,39 @@ class Service:
                 turn.tickets[i].cancel()
                 self.metrics.count(choices[i].stats)
 
-    async def whole(self, turn: Turn, request: Request) -> Response:
+    async def whole(self, turn: Turn, request: Request, form: AnswerForm) -> Response:
         """The whole answer; it is cancelled if the client disconnects."""
 
         async def collect() -> Response:
             async for i, update in self.updates(turn):
                 turn.answer.choices[i].add(update)
-            return JSONResponse(turn.answer.whole())
+            return JSONResponse(form.whole(turn.answer.whole()))
 
         try:
             return await unless_left(request, collect())
         finally:
             turn.cancel()
 
-    async def stream(self, turn: Turn) -> AsyncIterator[str]:
+    async def stream(self, turn: Turn, form: AnswerForm) -> AsyncIterator[str]:
         """The answer as server-sent events; closing it, as on a disconnect, ends the outputs."""
         try:
-            for chunk in turn.answer.begin():
-                yield _event(chunk)
-            async for i, update in self.updates(turn):
-                for chunk in turn.answer.add(i, update):
-                    yield _event(chunk)
-            for chunk in turn.answer.end():
-                yield _event(chunk)
+            async for event in form.events(self._chunks(turn)):
+                yield form.sent(event)
         except ApiError as error:
-            yield _event(error.body)
+            yield form.sent(form.failed(error))
         finally:
             turn.cancel()
-        yield "data: [DONE]\n\n"
+        yield form.end
+
+    async def _chunks(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a stream in the format of the OpenAI API."""
+        for chunk in turn.answer.begin():
+            yield chunk
+        async for i, update in self.updates(turn):
+            for chunk in turn.answer.add(i, update):
+                yield chunk
+        for chunk in turn.answer.end():
+            yield chunk
 
 
 def _plan(served: ServedModel, body: ChatBody | CompletionBody, client: str, salt: str) -> list[PlannedRequest]:
@@ -227,7 +232,3 @@ def _forget(task: asyncio.Future[Any]) -> None:
     """Take note of the error of a task that nobody may wait for: asyncio logs the others as never retrieved."""
     if not task.cancelled():
         task.exception()
-
-
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"

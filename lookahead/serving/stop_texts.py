@@ -10,20 +10,24 @@ class StopTexts:
 
     Args:
         stops: The stop texts.
+
+    Attributes:
+        stop: The one that was found.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held, self.has_stopped = stops, "", False
+        self._stops, self._held = stops, ""
+        self.stop: str | None = None
 
     def put(self, piece: str, *, is_last: bool = False) -> str:
         """Add a piece; returns the text that is final."""
-        if self.has_stopped:
+        if self.stop is not None:
             return ""
         self._held += piece
-        ends = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        ends = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if ends:
-            self.has_stopped = True
-            return self._held[: min(ends)]
+            end, self.stop = min(ends)
+            return self._held[:end]
         keep = 0 if is_last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
         certain = self._held[: len(self._held) - keep]
         self._held = self._held[len(certain) :]

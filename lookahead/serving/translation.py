@@ -148,8 +148,10 @@ class Translator:
             for prompt in body.prompts
         ]
 
-    def tokens_of(self, body: TokenizeBody) -> list[int]:
+    def tokens_of(self, body: TokenizeBody | ChatBody) -> list[int]:
         """The token ids of a text or a chat."""
+        if isinstance(body, ChatBody):
+            return self.of_chat(body)[0].ids
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "one of prompt and messages is needed")
         if body.messages is not None:

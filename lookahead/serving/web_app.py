@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -14,19 +15,27 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 
 import lookahead
 from lookahead.serving.api_errors import ApiError
+from lookahead.serving.forms import AnswerForm
+from lookahead.serving.messages import CountBody, MessagesBody, MessagesForm
 from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody
+from lookahead.serving.responses import KeptMessages, ResponsesBody, ResponsesForm
 from lookahead.serving.safety import Guard
 from lookahead.serving.served_models import ServedModels
 from lookahead.serving.service import Service, Turn, unless_left
 
+MakeForm = Callable[[Turn], AnswerForm]
 _LEFT = 499  # the status of a request whose client is gone, for the metrics
+
+
+def _as_it_is(turn: Turn) -> AnswerForm:
+    return AnswerForm()
 
 
 class _Stream(StreamingResponse):  # type: ignore[misc]  # untyped base class
     """A stream that ends its outputs, also if the client left before it began."""
 
-    def __init__(self, turn: Turn, content: AsyncIterator[str], **options: Any) -> None:
-        super().__init__(content, **options)
+    def __init__(self, turn: Turn, content: AsyncIterator[str]) -> None:
+        super().__init__(content, media_type="text/event-stream")
         self._turn = turn
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -56,29 +65,48 @@ def make_app(
         cors_origins: Allowed origins of web pages.
     """
     app = FastAPI(title="lookahead", docs_url=None, redoc_url=None, openapi_url=None)
-    service = Service(models, timeout_s)
+    service, kept = Service(models, timeout_s), KeptMessages()
 
-    async def generation(request: Request, kind: type[Any]) -> Response:
-        body = await service.body(request, kind)
+    async def answer(request: Request, body: ChatBody | CompletionBody, form: MakeForm = _as_it_is) -> Response:
         client, owner = request.state.client, request.state.owner
         salt = owner if body.cache_salt is None else f"{owner}\n{body.cache_salt}"
         turn = await unless_left(request, service.begin(body, client, salt))
         if body.stream:
-            return _Stream(turn, service.stream(turn), media_type="text/event-stream")
-        return await service.whole(turn, request)
+            return _Stream(turn, service.stream(turn, form(turn)))
+        return await service.whole(turn, request, form(turn))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await generation(request, ChatBody)
+        return await answer(request, await service.body(request, ChatBody))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await generation(request, CompletionBody)
+        return await answer(request, await service.body(request, CompletionBody))
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        body, owner = await service.body(request, ResponsesBody), request.state.owner
+        earlier = kept.get(owner, body.previous_response_id) if body.previous_response_id else []
+        chat = body.chat(earlier)
+        keep = partial(kept.put, owner, chat.messages[bool(body.instructions) :])
+        return await answer(request, chat, lambda turn: ResponsesForm(body, turn.answer.model, keep))
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        chat = (await service.body(request, MessagesBody)).chat()
+        return await answer(request, chat, lambda turn: MessagesForm(turn.answer))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        chat = (await service.body(request, CountBody)).chat()
+        tokens, _ = await unless_left(request, service.tokens(chat, request.state.client))
+        return JSONResponse({"input_tokens": len(tokens)})
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await service.body(request, TokenizeBody)
-        tokens, context = await unless_left(request, service.tokens(body, request.state.client))
+        tokens, served = await unless_left(request, service.tokens(body, request.state.client))
+        context = served.translator.context
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": context})
 
     @app.get("/v1/models")
@@ -113,11 +141,11 @@ def make_app(
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body, error.status, error.headers)
+        return JSONResponse(error.body_at(request.url.path), error.status, error.headers)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        return JSONResponse(ApiError(error.status_code, str(error.detail)).body, error.status_code)
+        return await refused(request, ApiError(error.status_code, str(error.detail)))
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
@@ -125,7 +153,7 @@ def make_app(
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return JSONResponse(ApiError(500, "internal error").body, 500)
+        return await refused(request, ApiError(500, "internal error"))
 
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])

@@ -1,0 +1,240 @@
+"""The Messages API of Anthropic (`/v1/messages`), translated to chats."""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, model_validator
+
+from lookahead.serving.answers import Answer
+from lookahead.serving.api_errors import ApiError
+from lookahead.serving.forms import Event, PartsForm, chat_of
+from lookahead.serving.request_schemas import Body, ChatBody, FunctionName, GenerationBody, Message, StopText, Text
+
+_NEEDED = {
+    "text": ("text",), "thinking": ("thinking",), "redacted_thinking": (), "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}  # fmt: skip
+_JSON = TypeAdapter[Any](Any)
+_LARGEST = {"Infinity": sys.float_info.max, "-Infinity": -sys.float_info.max}  # for numbers that overflow, as 1e999
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Block(Body):
+    """A text, a thought, a call of a tool, or its result."""
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Annotated[list[Block], Field(fail_fast=True)] | None = None
+    # Without effect.
+    is_error: bool | None = None
+    cache_control: Any = None
+    citations: Any = None
+    signature: Any = None
+    data: Any = None
+    caller: Any = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Block:
+        for name in _NEEDED[self.type]:
+            if getattr(self, name) is None:
+                raise ValueError(f"a block of type {self.type} needs {name}")
+        return self
+
+
+Content = str | Annotated[list[Block], Field(fail_fast=True)]
+
+
+class InputTurn(Body):
+    """A message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class InputTool(FunctionName):
+    """A tool that the model may use."""
+
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    # Without effect.
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None
+    input_examples: Any = None
+
+
+class ToolChoice(Body):
+    """Whether to use a tool, and which."""
+
+    type: Literal["auto", "any", "none", "tool"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(Body):
+    """The form of the output."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """Options of the output."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountBody(GenerationBody):
+    """A request to `/v1/messages/count_tokens`."""
+
+    messages: Annotated[list[InputTurn], Field(min_length=1, fail_fast=True)]
+    system: Content | None = None
+    tools: Annotated[list[InputTool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
+    output_config: OutputConfig | None = None
+    metadata: Any = None
+    n: Literal[1] | None = None
+    # Without effect.
+    thinking: dict[str, Any] | None = None
+    cache_control: Any = None
+    service_tier: Any = None
+
+    def chat(self) -> ChatBody:
+        """The chat that this request means."""
+        messages = [Message(role="system", content=_text_of(self.system))] if self.system else []
+        for turn in self.messages:
+            messages += _messages_of(turn)
+        fields: dict[str, Any] = {"messages": messages, "stop": self.stop_sequences or self.stop}
+        fields |= {"metadata": None, "service_tier": None}
+        if self.tools:
+            fields["tools"] = [{"type": "function", "function": _function_of(tool)} for tool in self.tools]
+        if self.tool_choice is not None:
+            named = {"type": "function", "function": {"name": self.tool_choice.name}}
+            fields["tool_choice"] = _CHOICES.get(self.tool_choice.type, named)
+        if self.output_config is not None:
+            effort = self.output_config.effort
+            fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
+            if self.output_config.format is not None:
+                schema = {"schema": self.output_config.format.schema_}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return chat_of(self, **fields)
+
+
+class MessagesBody(CountBody):
+    """A request to `/v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+
+
+class MessagesForm(PartsForm):
+    """An answer; its parts are its blocks.
+
+    Args:
+        answer: The answer of the chat, before it begins.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self._chat = answer
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": answer.model}
+
+    def part(self, call: dict[str, Any] | None) -> dict[str, Any]:
+        if call is None:
+            return {"type": "text", "text": ""}
+        return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": ""}
+
+    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
+        block = self.parts[-1]
+        is_text = block["type"] == "text"
+        block["text" if is_text else "input"] += text
+        delta = {"type": "text_delta", "text": text} if is_text else {"type": "input_json_delta", "partial_json": text}
+        if text:
+            yield self._of_part("delta", delta=delta)
+
+    def begin(self) -> Iterable[Event]:
+        self.usage = self._chat.usage()
+        ended = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        message: dict[str, Any] = {**self._head, "content": [], **ended}
+        return [{"type": "message_start", "message": message}]
+
+    def open(self) -> Iterable[Event]:
+        block = self.parts[-1]
+        return [self._of_part("start", content_block={**block, **({"input": {}} if "input" in block else {})})]
+
+    def close(self) -> Iterable[Event]:
+        return [self._of_part("stop")] if self.parts else []
+
+    def finish(self) -> Iterable[Event]:
+        ended = self._ended()
+        return [{"type": "message_delta", "delta": ended, "usage": self._usage()}, {"type": "message_stop"}]
+
+    def answer(self) -> Event:
+        for block in self.parts:
+            if "input" in block:  # may be cut
+                arguments = _JSON.validate_json(block["input"] or "{}", experimental_allow_partial="trailing-strings")
+                arguments = json.loads(json.dumps(arguments), parse_constant=_LARGEST.get)
+                block["input"] = arguments if isinstance(arguments, dict) else {}
+        return {**self._head, "content": self.parts, **self._ended(), "usage": self._usage()}
+
+    def failed(self, error: ApiError) -> Event:
+        return error.body_at("/v1/messages")
+
+    def _ended(self) -> dict[str, Any]:
+        """Why it ended."""
+        stop, reason = self.choice["stop_reason"], self.choice["finish_reason"]
+        is_text = isinstance(stop, str)
+        return {"stop_reason": "stop_sequence" if is_text else _REASONS.get(reason, "end_turn"), "stop_sequence": stop}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.usage
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        counts = {"input_tokens": usage["prompt_tokens"] - cached, "output_tokens": usage["completion_tokens"]}
+        kept = {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+        return {**counts, **kept, "lookahead": usage["lookahead"]}
+
+    def _of_part(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"content_block_{kind}", "index": len(self.parts) - 1, **fields}
+
+
+def _messages_of(turn: InputTurn) -> list[Message]:
+    """A message as those of a chat: each result of a tool has its own."""
+    if isinstance(turn.content, str):
+        return [Message(role=turn.role, content=turn.content)]
+    blocks: dict[str, list[Block]] = {}
+    for block in turn.content:
+        blocks.setdefault(block.type, []).append(block)
+    made = [
+        Message(role="tool", tool_call_id=block.tool_use_id, content=_text_of(block.content))
+        for block in blocks.get("tool_result", ())
+    ]
+    calls = [
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json.dumps(block.input)}}
+        for block in blocks.get("tool_use", ())
+    ]
+    thoughts = "".join(block.thinking or "" for block in blocks.get("thinking", ()))
+    if calls or "text" in blocks or not made:
+        text, thought = _text_of(blocks.get("text", [])), thoughts or None
+        made.append(Message(role=turn.role, content=text, tool_calls=calls or None, reasoning_content=thought))
+    return made
+
+
+def _function_of(tool: InputTool) -> dict[str, Any]:
+    return {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+
+
+def _text_of(content: str | Sequence[Block] | None) -> str:
+    return content if isinstance(content, str) else "".join(block.text or "" for block in content or ())

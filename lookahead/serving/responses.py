@@ -1,0 +1,295 @@
+"""The Responses API of OpenAI (`/v1/responses`), translated to chats."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from lookahead.serving.api_errors import ApiError, invalid
+from lookahead.serving.forms import Event, PartsForm, chat_of
+from lookahead.serving.request_schemas import Body, ChatBody, Effort, FunctionName, GenerationBody, Message, Text
+
+_MOST_KEPT, _MOST_BYTES = 1000, 64 << 20
+_ECHOED = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning"}
+_ECHOED |= {"store", "temperature", "text", "tool_choice", "tools", "top_p"}
+_NEEDED = {
+    "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"), "reasoning": (),
+}  # fmt: skip
+
+
+class InputPart(Body):
+    """A part of a message."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+
+
+InputContent = str | Annotated[list[InputPart], Field(fail_fast=True)]
+
+
+class InputItem(Body):
+    """A message, a call of a function, its result, or what the model thought."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: InputContent | list[dict[str, Any]] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: InputContent | None = None
+    summary: list[dict[str, Any]] | None = None
+    # Without effect.
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    encrypted_content: str | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> InputItem:
+        for name in _NEEDED[self.type]:
+            if getattr(self, name) is None:
+                raise ValueError(f"a {self.type} needs {name}")
+        return self
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(FunctionName):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+
+
+class Reasoning(Body):
+    """How much to think."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextFormat(Body):
+    """The form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesBody(GenerationBody):
+    """A request to `/v1/responses`."""
+
+    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    max_tokens: None = None
+    n: Literal[1] | None = None
+    previous_response_id: str | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+
+    def chat(self, earlier: Sequence[Message]) -> ChatBody:
+        """The chat that this request means, after earlier messages."""
+        messages = [Message(role="system", content=self.instructions)] if self.instructions else []
+        fields: dict[str, Any] = {"messages": [*messages, *earlier, *self._messages()]}
+        fields |= {"max_completion_tokens": self.max_output_tokens, "tool_choice": self.tool_choice}
+        if self.tools:
+            functions = [tool.model_dump(exclude={"type"}) for tool in self.tools]
+            fields["tools"] = [{"type": "function", "function": function} for function in functions]
+        if isinstance(self.tool_choice, FunctionChoice):
+            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        if self.text is not None and self.text.format is not None:
+            schema = self.text.format.model_dump(by_alias=True, exclude_none=True)
+            fields["response_format"] = {"type": schema.pop("type"), "json_schema": schema or None}
+        if self.reasoning is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        return chat_of(self, **fields)
+
+    def _messages(self) -> list[Message]:
+        """The input as messages; calls belong to the message of the assistant before them."""
+        items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        messages, reasoning = list[Message](), ""
+        for item in items:
+            if item.type == "reasoning":
+                reasoning = "\n".join(map(_text_of, (item.summary, item.content))).strip()
+            elif item.type == "function_call_output":
+                messages.append(Message(role="tool", tool_call_id=item.call_id, content=_text_of(item.output)))
+            elif item.type == "message":
+                messages.append(Message(role=item.role or "user", content=_text_of(item.content)))
+            else:
+                if not messages or messages[-1].role != "assistant":
+                    messages.append(Message(role="assistant"))
+                messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), _call_of(item.model_dump())]
+            if reasoning and messages and messages[-1].role == "assistant":
+                messages[-1].reasoning_content, reasoning = reasoning, ""
+        return messages
+
+
+class ResponsesForm(PartsForm):
+    """A response; its parts are its items.
+
+    Args:
+        body: The request.
+        model: The model's name.
+        keep: Called with the response's id and the model's message, for requests that follow.
+    """
+
+    def __init__(self, body: ResponsesBody, model: str, keep: Callable[[str, Message], None]) -> None:
+        super().__init__()
+        self._id, self._keep, self._numbers = f"resp_{uuid.uuid4().hex}", keep, itertools.count()
+        self._head: dict[str, Any] = {
+            "id": self._id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
+            "incomplete_details": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True,
+            "temperature": None, "tool_choice": "auto", "tools": [], "top_p": None, "truncation": "disabled",
+            "usage": None, **body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True),
+        }  # fmt: skip
+
+    def part(self, call: dict[str, Any] | None) -> dict[str, Any]:
+        if call is not None:
+            function = {"name": call["function"]["name"], "arguments": "", "call_id": call["id"]}
+            return {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "status": "completed", **function}
+        text = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        name = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "status": "completed"}
+        return {**name, "role": "assistant", "content": [text]}
+
+    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
+        item = self.parts[-1]
+        if item["type"] == "message":
+            (part,) = item["content"]
+            part |= {"text": part["text"] + text, "logprobs": [*part["logprobs"], *logprobs]}
+            yield self._of_part("output_text.delta", delta=text, logprobs=logprobs)
+        elif text:
+            item["arguments"] += text
+            yield self._of_part("function_call_arguments.delta", delta=text)
+
+    def begin(self) -> Iterable[Event]:
+        response = {**self._head, "status": "in_progress", "output": []}
+        return [self._event(kind, response=response) for kind in ("created", "in_progress")]
+
+    def open(self) -> Iterator[Event]:
+        item, at = self.parts[-1], len(self.parts) - 1
+        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {}
+        yield self._event("output_item.added", output_index=at, item={**item, "status": "in_progress", **empty})
+        if item["type"] == "message":
+            yield self._of_part("content_part.added", part=item["content"][0])
+
+    def close(self) -> Iterator[Event]:
+        if not self.parts:
+            return
+        item = self.parts[-1]
+        if self.choice.get("finish_reason") == "length":
+            item["status"] = "incomplete"
+        if item["type"] == "message":
+            (part,) = item["content"]
+            yield self._of_part("output_text.done", text=part["text"], logprobs=part["logprobs"])
+            yield self._of_part("content_part.done", part=part)
+        else:
+            call = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._of_part("function_call_arguments.done", **call)
+        yield self._event("output_item.done", output_index=len(self.parts) - 1, item=item)
+
+    def finish(self) -> Iterable[Event]:
+        response = self.answer()
+        return [self._event(response["status"], response=response)]
+
+    def answer(self) -> Event:
+        text = "".join(item["content"][0]["text"] for item in self.parts if item["type"] == "message")
+        calls = [_call_of(item) for item in self.parts if item["type"] == "function_call"]
+        if self._head.get("store", True):
+            self._keep(self._id, Message(role="assistant", content=text, tool_calls=calls or None))
+        is_cut, usage = self.choice["finish_reason"] == "length", self.usage
+        state: dict[str, Any] = {"status": "incomplete" if is_cut else "completed", "output": self.parts}
+        if is_cut:
+            state["incomplete_details"] = {"reason": "max_output_tokens"}
+        state["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+            "lookahead": usage["lookahead"],
+        }
+        return {**self._head, **state}
+
+    def failed(self, error: ApiError) -> Event:
+        told = error.body["error"]
+        state = {"status": "failed", "error": {"code": told["code"] or told["type"], "message": told["message"]}}
+        return self._event("failed", response={**self._head, **state, "output": self.parts})
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
+
+    def _of_part(self, kind: str, **fields: Any) -> Event:
+        """An event of the last item."""
+        item = self.parts[-1]
+        place = {"content_index": 0} if item["type"] == "message" else {}
+        return self._event(kind, item_id=item["id"], output_index=len(self.parts) - 1, **place, **fields)
+
+
+class KeptMessages:
+    """The messages of earlier responses, for `previous_response_id`: the latest ones, in memory."""
+
+    def __init__(self) -> None:
+        self._kept, self._bytes = OrderedDict[tuple[str, str], tuple[list[Message], int]](), 0
+
+    def put(self, owner: str, messages: list[Message], name: str, answer: Message) -> None:
+        """Keep the messages of a client's response, and drop the oldest ones that are too many."""
+        messages = [*messages, answer]
+        size = sum(len(message.model_dump_json(exclude_none=True)) for message in messages)
+        self._kept[owner, name] = messages, size
+        self._bytes += size
+        while len(self._kept) > _MOST_KEPT or self._bytes > _MOST_BYTES:
+            self._bytes -= self._kept.popitem(last=False)[1][1]
+
+    def get(self, owner: str, name: str) -> list[Message]:
+        """The messages of a response to the same client; ApiError if they are not kept."""
+        if (owner, name) not in self._kept:
+            raise invalid("previous_response_id", f"must be that of a response that is kept, got {name[:100]!r}")
+        return self._kept[owner, name][0]
+
+
+def _call_of(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as the tool call of a chat."""
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _text_of(content: str | Sequence[InputPart | dict[str, Any]] | None) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) if isinstance(part, dict) else part.text for part in content or ())
