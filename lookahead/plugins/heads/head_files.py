@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lookahead.errors import HeadsError, LookaheadError, one_line
 from lookahead.ngram.hit_rates import AcceptanceTable
+from lookahead.plugins.heads.assistant import ASSISTANTS, AssistantDrafter, open_assistant
 from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, fused_layers
 from lookahead.plugins.heads.guess_tree import HeadDrafter
 from lookahead.plugins.heads.medusa import MedusaDrafter, MedusaHeads
@@ -37,7 +38,7 @@ _FILES = {  # by kind, the files that may hold the weights; `write_heads` writes
     MedusaHeads.kind: ("medusa_lm_head.safetensors", "model.safetensors"),
     EagleHead.kind: ("model.safetensors", "pytorch_model.safetensors"),
 }
-_NATIVE_KIND = "mtp"  # in the stats
+_NATIVE_KIND, _ASSISTANT_KIND = "mtp", "assistant"  # in the stats
 _REMOVED = (
     f"were removed: 'lookahead train' trains Medusa and EAGLE-3, and {NATIVE!r} uses the MTP layer of a checkpoint"
 )
@@ -54,7 +55,8 @@ _LAYER_SIZES = (
 def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[str, Network]:
     """Read heads for a model, in its dtype and on its device, ready to draft; returns their kind too.
 
-    The folder is one of `write_heads`, a published checkpoint of Medusa or EAGLE-3 in safetensors, or `NATIVE`.
+    The folder is one of `write_heads`, a published checkpoint of Medusa, EAGLE-3 or an assistant of Gemma 4 in
+    safetensors, or `NATIVE`.
     `HeadsError` if the heads are damaged, a pickle, of an unsupported architecture, or of another model.
     """
     lm_head(model)  # checks first that the model supports heads
@@ -66,6 +68,8 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     if not place.is_dir():
         raise HeadsError(_not_a_folder(place))
     config = read_object(place / "config.json", HeadsError)
+    if config.get("model_type") in ASSISTANTS:
+        return _ASSISTANT_KIND, _opened(place, partial(open_assistant, place, model))
     # Among published checkpoints only Medusa's have a distinct file name or size.
     is_medusa = "medusa_num_heads" in config or any(place.glob("medusa_lm_head.*"))
     kind = config.get("lookahead_heads") or (MedusaHeads.kind if is_medusa else EagleHead.kind)
@@ -74,8 +78,13 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     if kind not in list(_FILES):  # a list, since JSON values need not be hashable
         raise HeadsError(f"{place}: heads of an unknown kind, {kind!r}")
     tensors = _read_weights(place, kind)
+    return kind, _opened(place, partial(_make, kind, config, tensors, model))
+
+
+def _opened(place: Path, open_it: Callable[[], Network]) -> Network:
+    """The network that `open_it` makes of a folder."""
     try:
-        return kind, _make(kind, config, tensors, model)
+        return open_it()
     except Exception as error:  # inconsistent sizes raise many errors in torch
         what = "" if isinstance(error, HeadsError) else f"unusable heads: {type(error).__name__}: "
         raise HeadsError(f"{place}: {what}{one_line(error)}") from error
@@ -108,6 +117,8 @@ def fresh_rates(heads: Network) -> AcceptanceTable:
 
 def drafter_of(heads: Network) -> type[HeadDrafter]:
     """The class of proposers for heads."""
+    if isinstance(heads, PreTrainedModel) and heads.config.model_type in ASSISTANTS:
+        return AssistantDrafter
     return _DRAFTERS.get(getattr(heads, "kind", NATIVE), NativeDrafter)
 
 

@@ -28,8 +28,8 @@ class Heads:
         `LookaheadConfig(proposers=("prompt", "recycled", lookahead.Heads("heads/")))`
 
     Args:
-        folder: The output of `lookahead train`, a published checkpoint of Medusa or EAGLE-3 in safetensors, or
-            `"native"` for the MTP layer of the model's own checkpoint.
+        folder: The output of `lookahead train`, a published checkpoint of Medusa, EAGLE-3 or one of Gemma 4's
+            assistants in safetensors, or `"native"` for the MTP layer of the model's own checkpoint.
         name: Name of the source in the stats; the kind of heads when None.
 
     Raises:
