@@ -15,13 +15,13 @@ def run() -> None:
         print("interrupted: stopped before it was finished", file=sys.stderr)
         _end()
     except SystemExit as end:
-        if end.code == 130:
-            _end()
+        if end.code in (130, 143):
+            _end(end.code)
         raise
 
 
-def _end() -> None:
-    """End the process with status 130 now, after what was registered for its end.
+def _end(status: int = 130) -> None:
+    """End the process with this status now, after what was registered for its end.
 
     To take the modules apart takes seconds on a busy machine, and after an interrupt within code that is compiled from
     text, such as that of a named tuple, Python would end by a signal.
@@ -32,7 +32,7 @@ def _end() -> None:
             stream.flush()
         except (OSError, ValueError):  # its reader is gone
             continue
-    os._exit(130)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -258,6 +258,13 @@ def _path_of(value: Any) -> str | None:
     return path if isinstance(path, str) else None
 
 
+def check_seed(seed: Any) -> None:
+    """Raise ConfigError for a seed that `torch.manual_seed` does not take."""
+    is_whole = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if seed is not None and not (is_whole and -(1 << 63) <= seed < 1 << 64):
+        raise ConfigError(f"seed must be a whole number from -2^63 to 2^64 - 1, got {seed!r}")
+
+
 def check_whole(name: str, value: Any, least: int, most: int | None = None, *, instead: str = "") -> None:
     """Check an option that is a whole number.
 

@@ -22,6 +22,8 @@ import inspect
 import re
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _INNER = ("lookahead", "torch", "transformers")
 
@@ -80,6 +82,17 @@ class ProposerError(LookaheadError, ValueError):
 
 class PoolError(LookaheadError, ValueError):
     """A pool or memory file cannot be read or written, is damaged, or belongs to another tokenizer or model."""
+
+
+@contextmanager
+def pool_errors(path: str) -> Iterator[None]:
+    """Turn the errors of a pool or memory file into a `PoolError` that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise PoolError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise PoolError(str(error)) from error
 
 
 class HeadsError(LookaheadError, ValueError):

@@ -117,7 +117,8 @@ def test_ctrl_c_while_the_command_loads_says_so_in_a_line(folder, module):
     assert "Traceback" not in ran.stderr and not (folder / "out.jsonl").exists()
 
 
-def test_ctrl_c_while_a_long_document_is_read_ends_the_job_by_status_130(folder):
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_a_long_document_is_read_ends_the_job_with_its_closing_line(folder, how, status):
     (folder / "long.txt").write_text("The cat sat on the mat, and the dog saw it. " * 20_000)
     words = [sys.executable, "-m", "lookahead", "summarize", "long.txt", "-o", "out.jsonl", *OPTIONS]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -128,11 +129,11 @@ def test_ctrl_c_while_a_long_document_is_read_ends_the_job_by_status_130(folder)
         while not (folder / "out.jsonl.manifest.json").exists():  # from then on it reads
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(how)
         stdout, stderr = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert (process.returncode, stdout) == (130, "")
+    assert (process.returncode, stdout) == (status, "")
     assert stderr.splitlines()[-1] == "interrupted: 0 finished summaries in out.jsonl; --resume continues"
     assert "Traceback" not in stderr
 

@@ -102,7 +102,7 @@ def test_the_command_takes_a_schema_an_expression_or_a_grammar(model, tokenizer,
     assert run("--regex", ONE).stdout == ONE + "\n"
     assert re.match(r"[0-9(+)]+\.?\n", run("--grammar", "sums.lark").stdout)
     for arguments, said in (
-        (["--json-schema", "bad.json"], "error: json_schema is not valid: Invalid type: objekt"),
+        (["--json-schema", "bad.json"], "error: --json-schema: bad.json is not valid: Invalid type: objekt"),
         (["--grammar", "none.lark"], "error: none.lark: No such file"),
         (
             ["--regex", "a", "--grammar", "sums.lark"],
@@ -120,7 +120,7 @@ def test_the_command_takes_a_schema_an_expression_or_a_grammar(model, tokenizer,
         ({"regex": "a", "grammar": "b"}, "got regex and grammar"),
         ({"regex": "("}, "regex is not valid.*unclosed group"),
         ({"regex": 3}, "regex must be text, got 3"),
-        ({"json_schema": "{"}, "json_schema is no JSON"),
+        ({"json_schema": "{"}, "json_schema is not JSON"),
         ({"json_schema": [1]}, "json_schema must be a dict"),
         ({"json_schema": {"type": "objekt"}}, "json_schema is not valid: .*objekt"),
         ({"json_schema": {"not": {"type": "string"}}}, "json_schema is not valid: Unimplemented keys"),

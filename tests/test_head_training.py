@@ -23,17 +23,16 @@ from lookahead.loading.loading import LoadedModel
 from lookahead.plugins.heads.medusa import MedusaHeads
 from lookahead.plugins.heads.training import examples as training_examples
 from lookahead.plugins.heads.training.examples import (
-    Record,
     answer_prompts,
     collate,
     make_batches,
     make_example,
     make_examples,
-    read_records,
     split_examples,
 )
 from lookahead.plugins.heads.training.learners import DECAY, DraftStarts, MedusaLearner
-from lookahead.plugins.heads.training.train_heads import Settings, train_heads
+from lookahead.plugins.heads.training.train_heads import train_heads
+from lookahead.plugins.heads.training.train_inputs import Record, Settings, read_records
 from tests.support.answered_prompts import write_answered
 
 SETTINGS = Settings(kind="medusa", heads=2, steps=6, batch_size=4, learning_rate=1e-2, max_new_tokens=24)

@@ -29,7 +29,8 @@ from lookahead.plugins.heads.eagle import EagleHead
 from lookahead.plugins.heads.guess_tree import GuessTree
 from lookahead.plugins.heads.head_files import drafter_of, fresh_rates, open_heads, write_heads
 from lookahead.plugins.heads.medusa import MedusaHeads, independent_heads_tree
-from lookahead.plugins.heads.training.train_heads import Settings, train_heads
+from lookahead.plugins.heads.training.train_heads import train_heads
+from lookahead.plugins.heads.training.train_inputs import Settings
 from tests.support.answered_prompts import write_answered
 from tests.support.token_prompts import both
 

@@ -24,7 +24,8 @@ MAX_LINES = 400
 # The architecture, lowest floor first. A module imports from floors below its own and from its own folder.
 FLOORS = (
     {"errors", "stats"},
-    {"utils", "documents"},
+    {"utils"},
+    {"documents"},
     {"ngram", "kernels"},
     {"drafting"},
     {"config"},
@@ -54,7 +55,8 @@ OF_INNER_MODULES: dict[str, set[str]] = {
     "cli": {
         "backend.cpu.product_choice", "backend.self_check", "config", "decoding.comparison", "decoding.diagnosis",
         "decoding.memory_building", "decoding.prompts", "decoding.session_file", "decoding.text_stream",
-        "decoding.validation", "loading.loading", "loading.local_models", "loading.quantized", "ngram.memory_file",
+        "loading.early_checks", "loading.loading", "loading.local_models", "loading.quantized",
+        "ngram.memory_file", "ngram.pool_file", "plugins.grammar.grammar_text", "plugins.heads.training.train_inputs",
         "plugins.heads.training.train_heads", "proposers.memory_files", "proposers.pool_files",
     },
     "serving": {
@@ -65,17 +67,8 @@ OF_INNER_MODULES: dict[str, set[str]] = {
 }  # fmt: skip
 KNOW_TRANSFORMERS = {
     "serving",
-    "verification",
-    "plugins",
-    "model",
-    "loading",
-    "backend",
-    "proposers",
-    "engine",
-    "decoding",
-    "summarization",
-    "reporting",
-    "jobs",
+    *CORE - {"config", "drafting"},
+    *("plugins", "reporting", "jobs", "summarization"),
 }
 KNOW_THE_TERMINAL = {"cli", "__main__"}
 # Packages of an extra, imported inside the function that needs them.
@@ -87,6 +80,7 @@ OPTIONAL = {
     "serving": {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "jobs.worker_pool": {"ray"},
     "plugins.grammar.grammar": {"llguidance"},
+    "plugins.grammar.grammar_text": {"llguidance"},
 }
 BROUGHT_ALONG = {"tokenizers", "huggingface_hub", "llvmlite", "packaging"}  # by transformers and numba
 FEW_PARAMETERS = 4  # a docstring says in a sentence what so many are; `Args:` describes more

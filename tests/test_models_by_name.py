@@ -121,10 +121,14 @@ def test_two_that_want_the_same_file_at_once_convert_it_once(tiny_gguf: Path, ca
 @needs_gguf
 def test_a_file_that_is_truncated_foreign_or_no_gguf_is_refused_in_one_line(tiny_gguf: Path, cache: Path) -> None:
     whole = tiny_gguf.read_bytes()
-    tiny_gguf.write_bytes(whole[: len(whole) // 2])
-    assert "tiny.gguf is truncated or no GGUF file" in refusal(str(tiny_gguf))
+    for size in (4, 100, len(whole) // 2, len(whole) - 1):
+        tiny_gguf.write_bytes(whole[:size])
+        what = f"tiny.gguf is incomplete or damaged: it ends after {size:,} bytes; copy or download it again"
+        assert what in refusal(str(tiny_gguf))
     tiny_gguf.write_bytes(b"once upon a time")
-    assert "tiny.gguf is truncated or no GGUF file" in refusal(str(tiny_gguf))
+    assert "tiny.gguf is not a GGUF file: it begins with b'once'" in refusal(str(tiny_gguf))
+    tiny_gguf.write_bytes(whole[:4] + b"\x09" + whole[5:])
+    assert "tiny.gguf has version 9 of the GGUF format, which" in refusal(str(tiny_gguf))
     assert "tiny.gguf cannot be read by transformers: " in refusal(str(write_gguf(tiny_gguf, "mammoth")))
 
 

@@ -150,7 +150,7 @@ def test_a_document_that_the_tokenizer_chokes_on_is_that_document_s_alone(pool, 
     [
         (["gone.txt", "-o", "pool.lkp"], "gone.txt: no such file"),
         (["a.txt", "-o", "."], "output . is a directory"),
-        (["a.txt", "-o", "gone/pool.lkp"], "there is no directory gone"),
+        (["a.txt", "-o", "gone/pool.lkp"], "there is no folder gone"),
         (["a.txt", "-o", "a.txt"], "output a.txt is an input as well"),
         (["a.txt", "-o", "b.txt"], "output b.txt exists; pass --overwrite to replace it"),
         (["a.txt", "-o", "pool.lkp", "--field", "body"], "field 'body' is read from JSON lines"),

@@ -26,7 +26,8 @@ from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.ngram.chains import SEPARATOR, ChainIndex
 from lookahead.ngram.memory_file import read_memory
 from lookahead.ngram.pool_file import Pool, PoolHeader
-from lookahead.plugins.heads.training.train_heads import Settings, train_heads
+from lookahead.plugins.heads.training.train_heads import train_heads
+from lookahead.plugins.heads.training.train_inputs import Settings
 from lookahead.proposers.memory_files import merge_into
 from lookahead.utils.locks import locked
 from tests.support.forked import Forked, command

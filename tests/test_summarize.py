@@ -342,7 +342,7 @@ def test_a_folder_without_a_model_or_with_a_broken_one_is_refused_in_one_line(tm
     ("options", "message"),
     [
         ({"dtype": "fp8"}, "dtype must be auto, fp32, bf16, fp16, got 'fp8'"),
-        ({"device": "gpu:1"}, "device 'gpu:1' is not available; did you mean 'cuda:1'"),
+        ({"device": "gpu:1"}, "device 'gpu:1' is not available: PyTorch finds cpu"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not available"),
     ],
 )

@@ -20,6 +20,7 @@ from lookahead.cli.measure import explain, train
 from lookahead.cli.models import models
 from lookahead.cli.serve import serve
 from lookahead.cli.summarize import report, summarize
+from lookahead.cli.terminal import raise_on_sigterm
 
 app = App(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 for command in (summarize, generate, chat, serve, bench, explain, train, report, models, doctor):
@@ -36,6 +37,7 @@ def main() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names can hold bytes that are not UTF-8
+    raise_on_sigterm()
     app(prog_name="lookahead")
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from lookahead.cli.options import DraftingOptions, ModelOptions, SamplingOptions, new_tokens_option, option
 from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, say, show_line
+from lookahead.config import check_seed
 from lookahead.errors import ConfigError, PromptError, SessionError, count
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def chat(options: ChatOptions) -> None:
       lookahead chat --session french.json
       printf 'Hello!\\nAnd in French?\\n' | lookahead chat > answers.txt
     """
+    check_seed(options.seed)
     config = options.config()
     session, messages = None, None
     if options.session is not None:
@@ -74,9 +76,7 @@ def chat(options: ChatOptions) -> None:
     import torch
 
     from lookahead import Conversation
-    from lookahead.decoding.validation import check_seed
 
-    check_seed(options.seed)
     conversation = Conversation(
         *loaded, system=options.system, config=config, max_new_tokens=options.max_new_tokens, **options.sampling
     )

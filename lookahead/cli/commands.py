@@ -112,6 +112,11 @@ class _Plain:
                 got = repr(found["input"])
                 error.message += "" if got in error.message else f", got {got}"
             raise
+        except Exception as error:
+            if near := getattr(error, "possibilities", None):  # an unknown option: the nearest first
+                error.message += f"; did you mean {near[0]}?"  # type: ignore[attr-defined]
+                error.possibilities = None  # type: ignore[attr-defined]  # click shows all, sorted by the alphabet
+            raise
 
 
 class _Command(_Plain, TyperCommand):
@@ -146,7 +151,10 @@ class App(typer.Typer):
             values.update({name: job_file[name] for name in arguments & {*job_file} if not values[name]})
             with usage_errors(truncates="truncate" in values):
                 _check_texts(options, values)
-                function(options(**values))
+                chosen = options(**values)
+                for check in ("check_place", "check_files"):
+                    getattr(chosen, check, bool)()
+                function(chosen)
 
         context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         run.__signature__ = inspect.Signature([context, *_parameters_of(options)])  # type: ignore[attr-defined]

@@ -13,13 +13,13 @@ import typer
 
 from lookahead import prepare_process
 from lookahead.cli.commands import App
-from lookahead.cli.options import INPUTS, DocumentOptions, ModelOptions, model_option, option
+from lookahead.cli.options import INPUTS, DocumentOptions, ModelOptions, check_draft_file, model_option, option
 from lookahead.cli.terminal import ProgressBar, console, find_sources, load, say, show_line, table
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.decode_text import Reject
 from lookahead.documents.inputs import Input, check_output
 from lookahead.documents.readers import count_documents
-from lookahead.errors import ConfigError, count
+from lookahead.errors import ConfigError, count, pool_errors
 from lookahead.loading.loading import TOKENIZER_FILES, load_tokenizer, locate_model, prepare_files
 
 if TYPE_CHECKING:
@@ -201,11 +201,12 @@ def _fill(kind: Kind, options: Any, output: Path, *, overwrite: bool, adds: bool
 
 def _read_header(kind: Kind, path: str, model: str | None) -> Any:
     """The header of a file after a check of every byte, and that it was made for a model."""
+    check_draft_file(kind, path)
     tokenizer = _load_tokenizer(model) if model is not None and kind == "pool" else None
     loaded = load(ModelOptions(model=model), measures_costs=False) if model is not None and kind == "memory" else None
     from lookahead.ngram.memory_file import read_memory
     from lookahead.proposers.memory_files import header_of
-    from lookahead.proposers.pool_files import open_pool, pool_errors
+    from lookahead.proposers.pool_files import open_pool
     from lookahead.utils.fingerprints import tokenizer_fingerprint
 
     if kind == "pool":

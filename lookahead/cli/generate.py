@@ -20,8 +20,9 @@ from lookahead.cli.options import (
     read_prompt_file,
 )
 from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, reading, say, table
-from lookahead.config import ACCEPTANCES
+from lookahead.config import ACCEPTANCES, check_seed
 from lookahead.errors import count
+from lookahead.loading.loading import locate_model
 
 if TYPE_CHECKING:
     from lookahead.decoding.text_stream import TextStream
@@ -73,14 +74,12 @@ def generate(options: GenerateOptions) -> None:
     config = options.config()
     if options.acceptance != "exact":
         config = replace(config or LookaheadConfig(), acceptance=cast(Any, options.acceptance))
+    check_seed(options.seed)
     text = options.read_prompt()
     predictions = [read_prompt_file(name) for name in options.prediction or ()]
-    decoding: dict[str, Any] = {
-        **options.sampling,
-        "json_schema": None if options.json_schema is None else read_prompt_file(options.json_schema),
-        "regex": options.regex,
-        "grammar": None if options.grammar is None else read_prompt_file(options.grammar),
-    }
+    decoding: dict[str, Any] = options.sampling | _grammar_of(options)
+    if options.draft_model is not None:
+        locate_model(options.draft_model)
     loaded = load(options)
     if options.draft_model is not None:
         draft, tokenizer = load(options, options.draft_model, measures_costs=False)
@@ -111,6 +110,20 @@ def generate(options: GenerateOptions) -> None:
             counts = ", ".join(f"{key}: {n}" for key, n in value.items()) if isinstance(value, dict) else str(value)
             rows.append((name, counts or "-"))
         console(sys.stderr).print(table(rows))
+
+
+def _grammar_of(options: GenerateOptions) -> dict[str, str]:
+    """The grammars, by the arguments that take them, each checked before a model is loaded."""
+    grammars, places = {"regex": options.regex}, {"regex": "--regex"}
+    for name, file in (("json_schema", options.json_schema), ("grammar", options.grammar)):
+        grammars[name] = None if file is None else read_prompt_file(file)
+        places[name] = f"--{name.replace('_', '-')}: {file}"
+    named = {name: text for name, text in grammars.items() if text is not None}
+    for name, text in named.items():
+        from lookahead.plugins.grammar.grammar_text import grammar_text
+
+        grammar_text(name, text, place=places[name])
+    return named
 
 
 def _shown(pieces: TextStream, on_prefill: Callable[[int, int], None], *, quietly: bool) -> str:

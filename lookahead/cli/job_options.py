@@ -97,6 +97,11 @@ class JobOptions(DocumentOptions, SummaryOptions):
         None, "Number of workers. (default: one a GPU, or one a machine without GPUs)", min=1, max=1024
     )
 
+    def check_files(self) -> None:
+        """See `DraftingOptions.check_files`; `check` tells of a pool that is missing."""
+        if self.pool is None or os.path.exists(self.pool):
+            super().check_files()
+
     def check(self) -> None:
         """Refuse options that exclude each other with a ConfigError, before any work is done."""
         for name, other in (("pool", self.pool), ("memory", self.memory), ("prompt_file", self.prompt_file)):
@@ -116,6 +121,8 @@ class JobOptions(DocumentOptions, SummaryOptions):
             raise ConfigError("--ray-address and --workers are for --ray, which works on a cluster")
         if self.ray and self.dry_run:
             raise ConfigError("--dry-run measures the time on this machine alone; leave --ray out")
+        if self.ray_address not in (None, "auto", "local") and ":" not in str(self.ray_address):
+            raise ConfigError(f"--ray-address must be HOST:PORT, auto or local, got {self.ray_address!r}")
         if self.format not in FORMATS:
             raise ConfigError(f"format must be {', '.join(FORMATS)}, got {self.format!r}")
         if self.output is not None and self.format != "auto":

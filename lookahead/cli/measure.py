@@ -22,7 +22,7 @@ from lookahead.cli.options import (
     new_tokens_option,
     option,
 )
-from lookahead.cli.terminal import console, load, memory_file_saved_at_exit, say, show_line, table
+from lookahead.cli.terminal import console, load, memory_file_saved_at_exit, say, show_line, status_of, table
 from lookahead.errors import ConfigError
 from lookahead.loading.loading import locate_model
 from lookahead.utils.atomic import write_atomically
@@ -129,17 +129,21 @@ def train(options: TrainOptions) -> None:
     locate_model(options.model)
     if options.quantize is not None:
         raise ConfigError(f"heads are trained for a model that is not quantized, got --quantize {options.quantize}")
-    from lookahead.plugins.heads.training.train_heads import Settings, check_trainer, train_heads
+    from lookahead.plugins.heads.training.train_inputs import Settings, check_trainer, read_records
 
     settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
     check_trainer()
+    if options.data.is_file() or not options.data.exists():  # a pipe is read only once
+        read_records(options.data)
     loaded = load(options, measures_costs=False)
+    from lookahead.plugins.heads.training.train_heads import train_heads
+
     tell = partial(show_line, sys.stderr)
     try:
         metrics = train_heads(loaded, options.data, options.output, settings, resume=options.resume, say=tell)
     except KeyboardInterrupt as error:
         say("interrupted", "--resume continues")
-        raise typer.Exit(130) from error
+        raise typer.Exit(status_of(error)) from error
     if options.as_json:
         print(json.dumps({"heads": str(options.output), **metrics}))
         return

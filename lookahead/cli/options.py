@@ -6,17 +6,21 @@ option.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import get_annotations
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.documents.byte_sources import STDIN, opened
 from lookahead.documents.decode_text import decode_bytes
-from lookahead.errors import ConfigError, PromptError
-from lookahead.loading.loading import DEFAULT_MODEL
+from lookahead.errors import ConfigError, HeadsError, PromptError, pool_errors
+from lookahead.loading.early_checks import check_names
+from lookahead.loading.loading import DEFAULT_MODEL, resolve_device
+from lookahead.utils.replacing import check_folder
 
 INPUTS = (
     "Files (.txt .md .html .pdf .docx .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs of any "
@@ -70,6 +74,13 @@ class DeviceOptions:
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     threads: int | None = option(None, "CPU threads. (default: as PyTorch chooses)", min=1, max=1024)
 
+    def check_place(self) -> None:
+        """Refuse a type or a device that there is not, before anything that takes seconds is imported."""
+        check_names("auto" if self.dtype == FASTEST else self.dtype, self.quantize)
+        # The workers of a cluster have devices of their own.
+        if self.device not in (None, "cpu") and not getattr(self, "ray", False):
+            resolve_device(self.device)
+
 
 FASTEST = "fastest"
 """The type of a model that a command chooses: on a CPU the checkpoint's own bf16 where that is faster, else "auto"."""
@@ -120,6 +131,18 @@ class DraftingOptions:
         False, "Your own code in the model treats every token by itself and keeps no state: draft beside it too."
     )
 
+    def check_files(self) -> None:
+        """Refuse files to draft from that are none, or a memory that could not be written at the end."""
+        if self.pool is not None:
+            check_draft_file("pool", self.pool)
+        if self.memory is not None:
+            with pool_errors(f"{self.memory}: cannot be written"):
+                check_folder(Path(os.path.realpath(self.memory)).parent)
+            if os.path.lexists(self.memory):
+                check_draft_file("memory", self.memory)
+        if self.heads not in (None, "native") and not os.path.isdir(os.path.expanduser(self.heads)):
+            raise HeadsError(f"{self.heads}: not a folder of heads, nor 'native', the layer of the model's checkpoint")
+
     def config(self) -> LookaheadConfig | None:
         """The configuration, checked; `None` for defaults alone, with which any model is decoded, if only plainly."""
         sources: list[Any] = [] if self.proposers == "none" else [name.strip() for name in self.proposers.split(",")]
@@ -138,6 +161,16 @@ class DraftingOptions:
             memory="shared" if self.memory is None else self.memory,
         )
         return None if config == LookaheadConfig() else config
+
+
+def check_draft_file(kind: Literal["pool", "memory"], path: str) -> None:
+    """PoolError for a file without the header of a pool or a memory."""
+    from lookahead.ngram.memory_file import MemoryHeader
+    from lookahead.ngram.pool_file import PoolHeader
+
+    with pool_errors(path):
+        header: Any = PoolHeader if kind == "pool" else MemoryHeader
+        header.read(path)
 
 
 def _window_of(text: str | None) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lookahead.cli.options import DeviceOptions, DraftingOptions, model_option, new_tokens_option, option
 from lookahead.cli.terminal import console, memory_file_saved_at_exit, prepare, say
 from lookahead.errors import ConfigError
-from lookahead.loading.loading import DEFAULT_MODEL, locate_model, resolve_device
+from lookahead.loading.loading import DEFAULT_MODEL, locate_model
 
 _PACKAGES = "fastapi", "prometheus_client", "pydantic", "uvicorn"
 
@@ -79,16 +79,14 @@ def serve(options: ServeOptions) -> None:
     if options.memory is not None and len(names) > 1:
         raise ConfigError(f"memory {options.memory} is that of one model: name one model to serve")
     keys = _keys(options)
-    from lookahead.loading.quantized import resolve_quantize
-
     config: Any = options.config()
-    resolve_quantize(options.quantize, resolve_device(options.device))  # before it listens
+    from lookahead.serving.connections import Server, listen
+
+    listener = listen(options.host, options.port)  # before torch is imported: another program may have the port
     with console(sys.stderr).status("loading the model"):
-        from lookahead.serving.connections import Server, listen
         from lookahead.serving.served_models import ServedModels
         from lookahead.serving.web_app import make_app
 
-        listener = listen(options.host, options.port)
         for location in locations:
             prepare(options, location)
         loading = {"dtype": options.dtype, "device": options.device, "quantize": options.quantize}

@@ -22,8 +22,10 @@ from lookahead.cli.terminal import (
     find_sources,
     load,
     memory_file_saved_at_exit,
+    raise_on_sigterm,
     say,
     show_line,
+    status_of,
     table,
     usage_errors,
 )
@@ -85,7 +87,7 @@ def summarize(options: SummarizeOptions) -> None:
 
     Exit status: 0 all documents are summarized; 1 a document failed, a file could not be written or was changed by
     another program, or --compare found a difference in fp32; 2 an argument is wrong, and nothing was written; 130
-    interrupted, and finished summaries are kept.
+    or 143 interrupted by Ctrl-C or SIGTERM, and finished summaries are kept.
     """
     if options.as_json:
         if options.format == "text":
@@ -155,6 +157,7 @@ def _worker_pool(options: JobOptions, settings: JobSettings) -> Iterator[WorkerP
             status.update(f"waiting for the first of {count(workers, 'worker')}")
             pool.wait_ready()
             status.stop()
+            raise_on_sigterm()  # Ray has its own handler
             yield pool
 
 
@@ -190,7 +193,7 @@ def _run(
             stopped = job_figures.describe_stop(totals, OutputPaths(options.output).running)
             if isinstance(error, KeyboardInterrupt):
                 say("interrupted", stopped)
-                return 130
+                return status_of(error)
             if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
                 what = job_figures.describe_failure(error) if isinstance(error, OSError) else str(error)
                 say("error", f"{what}; {stopped}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -115,7 +115,25 @@ def usage_errors(*, truncates: bool = False) -> Iterator[None]:
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         say("interrupted", "stopped before it was finished")
-        raise typer.Exit(130) from error
+        raise typer.Exit(status_of(error)) from error
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does, with its closing line."""
+
+
+def raise_on_sigterm() -> None:
+    """Raise `Terminated` from now on when the process is asked to end."""
+
+    def end(*_: object) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def status_of(interrupt: KeyboardInterrupt) -> int:
+    """The exit status of a command that was interrupted, as shells count signals."""
+    return 143 if isinstance(interrupt, Terminated) else 130
 
 
 def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[str, str] | None = None) -> Table:
@@ -138,15 +156,6 @@ def load(options: ModelOptions, model: str | None = None, *, measures_costs: boo
     """
     name = options.model if model is None else model
     location, _ = loading.locate_model(name)
-    if (memory := getattr(options, "memory", None)) is not None:
-        # Refuse a file that is no memory, or that could not be written at the end.
-        from lookahead.ngram.memory_file import MemoryHeader
-        from lookahead.proposers.pool_files import check_folder, pool_errors
-
-        check_folder(memory)
-        if os.path.lexists(memory):
-            with pool_errors(memory):
-                MemoryHeader.read(memory)
     with _without_collection(), console(sys.stderr).status("loading the model") as shown:
         prepare(options, location, shown.update)
     with _without_collection(), console(sys.stderr).status("loading the model") as shown:

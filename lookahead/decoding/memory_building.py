@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.support import support_of
-from lookahead.errors import PoolError
+from lookahead.errors import PoolError, pool_errors
 from lookahead.kernels.topk import read_scores
 from lookahead.model.facts import cache_input, input_device, validate_causal_lm
 from lookahead.model.model_state import state_of
@@ -28,7 +28,7 @@ from lookahead.ngram.memory_file import (
 from lookahead.ngram.successors import ORDERS, TOP, SuccessorTable
 from lookahead.proposers import ProposerState
 from lookahead.proposers.memory_files import EMPTY, header_of, merge_into, open_memory_file
-from lookahead.proposers.pool_files import TokenSource, changing, pool_errors
+from lookahead.proposers.pool_files import TokenSource, changing
 
 _PASS_TOKENS = 512  # tokens of a pass over a text, without earlier context
 _ROOT: IntArray = np.zeros(1, np.int32)

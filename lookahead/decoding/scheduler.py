@@ -13,14 +13,13 @@ import torch
 
 from lookahead.backend.protocol import OnPrefill
 from lookahead.backend.support import support_of
-from lookahead.config import DEFAULTS, check_whole
+from lookahead.config import DEFAULTS, check_seed, check_whole
 from lookahead.decoding.cache_room import MAX_ROWS, cache_tokens_of, rows_of
 from lookahead.decoding.plan import Loop, RequestPlan, generator_for, joins_alone, shape_of
 from lookahead.decoding.prompts import Prompt, PromptReader
 from lookahead.decoding.prompts_ahead import PromptsAhead
 from lookahead.decoding.request import Completion, Request
 from lookahead.decoding.shared_rows import SharedRows
-from lookahead.decoding.validation import check_seed
 from lookahead.engine.engine import Engine
 from lookahead.errors import LogitsError, PromptError
 from lookahead.model.facts import input_device, prefills_at_once

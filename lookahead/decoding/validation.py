@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from copy import copy
-from numbers import Integral
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +15,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from lookahead.config import REMOVED, LookaheadConfig, refuse_removed
+from lookahead.config import REMOVED, LookaheadConfig, check_seed, refuse_removed
 from lookahead.decoding.sampling_rule import checked_numbers
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, warn, with_place
 from lookahead.model.call_caches import CACHE, cache_in, may_be_callers
@@ -194,13 +193,6 @@ def check_config(name: str, config: object) -> None:
     """Raise ConfigError unless the argument is a LookaheadConfig or None."""
     if config is not None and not isinstance(config, LookaheadConfig):
         raise ConfigError(f"{name} must be a LookaheadConfig, got a {type(config).__name__}")
-
-
-def check_seed(seed: object) -> None:
-    """Raise ConfigError for a seed that `torch.manual_seed` does not take."""
-    is_whole = isinstance(seed, Integral) and not isinstance(seed, bool)
-    if seed is not None and not (is_whole and -(1 << 63) <= cast(int, seed) < 1 << 64):
-        raise ConfigError(f"seed must be a whole number from -2^63 to 2^64 - 1, got {seed!r}")
 
 
 def validate_call(

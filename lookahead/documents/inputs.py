@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from lookahead.documents.byte_sources import STDIN, ask, file_system, is_url
 from lookahead.errors import ConfigError, DocumentError
+from lookahead.utils.replacing import check_folder
 
 Format = Literal["text", "html", "pdf", "docx", "jsonl", "csv", "tsv", "parquet"]
 Skip = Callable[[str], None]
@@ -121,10 +122,16 @@ def check_output(path: Path, inputs: Sequence[Input], *, overwrite: bool) -> Non
         raise ConfigError(f"output {path} is a directory")
     if path.is_file() and not overwrite:
         raise ConfigError(f"output {path} exists; pass --overwrite to replace it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"output {path} cannot be written: there is no directory {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"output {path} cannot be written: permission denied")
+    try:
+        if not path.exists():
+            check_folder(path.parent)
+        elif path.is_file():
+            with path.open("ab"):
+                pass
+        elif not os.access(path, os.W_OK):  # to open a pipe would wait for its reader
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(f"output {path} cannot be written: {error.strerror}") from error
 
 
 def _expand(argument: str, without: Collection[str], on_skip: Skip) -> list[str]:

@@ -162,9 +162,20 @@ def open_checked(file: Path) -> Any:
     try:
         reader = PlainReader(file)
     except Exception as error:  # errors of NumPy and of the reader for missing or invalid bytes
-        raise UnsupportedModelError(f"model {file.name} is truncated or no GGUF file: {first_line(error)}") from error
+        raise UnsupportedModelError(f"model {file.name} {_fault_of(file, error)}") from error
     check_metadata(file.name, reader)
     return reader
+
+
+def _fault_of(file: Path, error: Exception) -> str:
+    """Why a file cannot be read, as a predicate."""
+    with file.open("rb") as stream:
+        magic, version = stream.read(4), int.from_bytes(stream.read(4), "little")
+    if magic != b"GGUF":
+        return f"is not a GGUF file: it begins with {magic!r}, not with b'GGUF'"
+    if "version" in str(error):
+        return f"has version {version} of the GGUF format, which the package gguf does not read"
+    return f"is incomplete or damaged: it ends after {file.stat().st_size:,} bytes; copy or download it again"
 
 
 def _dtype_of(reader: Any) -> torch.dtype:

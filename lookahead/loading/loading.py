@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lookahead.documents.byte_sources import in_time
 from lookahead.errors import ConfigError, UnsupportedModelError, first_line, one_line
 from lookahead.loading.checkpoints import load_weights, no_bars
+from lookahead.loading.early_checks import LONG_NAMES, check_names
 from lookahead.loading.gguf_files import convert_once, is_gguf
 from lookahead.loading.gguf_plan import has_plan, planned_once
 
@@ -40,8 +41,6 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CLOSE = 0.7  # similarity from which a known name is suggested
 _HUB_S = 10.0  # timeout for the only request to the Hub, without its client's retries
 
-_DEVICES = "cpu", "cuda", "mps", "xpu"
-DTYPES = ("auto", "fp32", "bf16", "fp16")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 
 
@@ -206,25 +205,30 @@ def resolve_device(name: str | None) -> torch.device:
         # Allocating is the only check that also notices "cuda:7" on a machine with one GPU.
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:  # some devices need a separate package
-        kind = name.partition(":")[0].lower()
-        near = "cuda" if kind in ("gpu", "nvidia") else next(iter(get_close_matches(kind, _DEVICES, n=1)), kind)
-        hint = "" if near == kind else f"; did you mean {name.lower().replace(kind, near)!r}?"
-        raise ConfigError(f"device {name!r} is not available{hint or ': ' + first_line(error)}") from error
+        raise ConfigError(f"device {name!r} is not available: PyTorch finds {', '.join(_devices())} here") from error
     return device
+
+
+def _devices() -> list[str]:
+    """The names of the devices of this machine."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu", *(f"{kind.type}:{i}" for i in range(torch.accelerator.device_count()) if kind is not None)]
 
 
 def resolve_dtype(name: str | torch.dtype, device: torch.device, quantize: str | None = None) -> torch.dtype | str:
     """The dtype for a model on a device; `"auto"` means the checkpoint's dtype. ConfigError if unknown."""
     import torch
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtypes |= {str(dtype): dtype for dtype in dtypes.values()}
-    dtypes |= {full.removeprefix("torch."): dtype for full, dtype in dtypes.items()}
-    if str(name) not in {*dtypes, "auto"}:
-        raise ConfigError(f"dtype must be {', '.join(DTYPES)}, got {name!r}")
-    # A quantized model in float32 would be decoded without drafts.
-    on_cpu = torch.float32 if quantize is None else torch.bfloat16
-    return dtypes.get(str(name), on_cpu if device.type == "cpu" else "auto")
+    check_names(name, None)
+    if name == "auto":
+        # A quantized model in float32 would be decoded without drafts.
+        on_cpu = torch.float32 if quantize is None else torch.bfloat16
+        return on_cpu if device.type == "cpu" else "auto"
+    short = str(name).removeprefix("torch.")
+    dtype: torch.dtype = getattr(torch, LONG_NAMES.get(short, short))
+    return dtype
 
 
 def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[str, bool]:

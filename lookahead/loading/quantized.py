@@ -25,6 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lookahead.errors import ConfigError, UnsupportedModelError
 from lookahead.kernels import block_formats, block_product
 from lookahead.kernels.packed_product import PackedWeight
+from lookahead.loading.early_checks import check_names
 from lookahead.loading.quantized_experts import QuantizedExperts
 from lookahead.loading.quantized_products import DTYPES, multiply, packed_weight
 
@@ -319,8 +320,7 @@ def resolve_quantize(name: str | None, device: torch.device) -> _Config | None:
     """
     if name is None:
         return None
-    if name not in (*QUANTIZED, OWN_BLOCKS):
-        raise ConfigError(f"quantize must be {', '.join(QUANTIZED)} or {OWN_BLOCKS}, got {name!r}")
+    check_names("auto", name)
     if device.type != "cpu":
         remedy = "name the device cpu, or a model whose weights come quantized"
         raise ConfigError(f"quantize={name!r} is for a CPU, got the device {device}: {remedy}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lookahead.errors import PoolError
+from lookahead.errors import PoolError, pool_errors
 from lookahead.model.facts import decoder_vocabulary
 from lookahead.ngram import memory_file
 from lookahead.ngram.memory_file import (
@@ -21,7 +21,7 @@ from lookahead.ngram.memory_file import (
     write_memory,
 )
 from lookahead.proposers.ngram import Memory
-from lookahead.proposers.pool_files import changing, pool_errors
+from lookahead.proposers.pool_files import changing
 from lookahead.utils.fingerprints import model_fingerprint
 
 EMPTY: Records = np.zeros((0, 5), np.uint64)

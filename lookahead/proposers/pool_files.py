@@ -16,11 +16,12 @@ from lookahead.config import LookaheadConfig
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.inputs import Input
 from lookahead.documents.readers import read_documents
-from lookahead.errors import PoolError, count, one_line
+from lookahead.errors import PoolError, count, one_line, pool_errors
 from lookahead.ngram.chains import SEPARATOR, IntArray
 from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.utils.locks import locked
+from lookahead.utils.replacing import check_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,28 +57,11 @@ def pool_of(config: LookaheadConfig, *, fingerprint: int | None = None, vocabula
     return open_pool(os.fspath(config.pool), fingerprint=fingerprint, vocabulary=vocabulary)
 
 
-def check_folder(path: str) -> None:
-    """PoolError if the folder of a file is missing or not writable."""
-    folder = os.path.dirname(os.path.realpath(path))
-    if not os.access(folder, os.W_OK):
-        raise PoolError(f"{path}: cannot be written: there is no folder {folder} that can be written to")
-
-
-@contextmanager
-def pool_errors(path: str) -> Iterator[None]:
-    """Turn the errors of a pool file into a `PoolError` that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise PoolError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise PoolError(str(error)) from error
-
-
 @contextmanager
 def changing(path: str) -> Iterator[None]:
     """Hold the lock of a pool or memory file while it is read, changed and written; errors become `PoolError`."""
-    check_folder(path)
+    with pool_errors(f"{path}: cannot be written"):
+        check_folder(Path(os.path.realpath(path)).parent)
     with pool_errors(path), locked(Path(path)):
         yield
 

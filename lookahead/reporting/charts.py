@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
 
 from lookahead.errors import ConfigError
+from lookahead.utils.replacing import check_folder
 
 Values = NDArray[np.float64]
 
@@ -154,8 +154,10 @@ def check_page(path: Path, option: str, command: str) -> None:
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} must be a file in a folder that exists, got {str(path)!r}")
     if not path.exists():
-        if not os.access(path.absolute().parent, os.W_OK):
-            raise ConfigError(f"{option} {path} cannot be written: permission denied")
+        try:
+            check_folder(path.absolute().parent)
+        except OSError as error:
+            raise ConfigError(f"{option} {path} cannot be written: {error.strerror}") from error
         return
     if path.is_file():
         with path.open("rb") as file:

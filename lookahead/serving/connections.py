@@ -8,13 +8,15 @@ import os
 import socket
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from lookahead.errors import ConfigError
-from lookahead.serving.served_models import ServedModels
+
+if TYPE_CHECKING:
+    from lookahead.serving.served_models import ServedModels
 
 _SHUTDOWN_S = 3  # time for answers to end at shutdown
 _HEADERS_S = 10.0  # time limit for the headers of a request

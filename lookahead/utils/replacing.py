@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 _PRIVATE = 0o600  # mode of a file that nobody else may read or write
+
+
+def check_folder(folder: Path) -> None:
+    """OSError, in the words of the system, if a folder does not exist or takes no new file.
+
+    Only an attempt tells a read-only file system from a missing permission.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"there is no folder {folder}", str(folder))
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -15,12 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.drafting.proposal import Proposal
 from lookahead.errors import ConfigError, LogitsError, first_line
 from lookahead.plugins.grammar.constrain import Constraint, constrain
+from lookahead.plugins.grammar.grammar_text import grammar_library, grammar_text
 from lookahead.utils.seams import register
 from lookahead.verification.per_row import ForcingProcessor, PerRow
 from lookahead.verification.stopping import end_tokens
 
-# The format of `json.dumps`. With flexible white space a model can emit white space until its limit.
-_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LEAST = 0.02  # nodes less likely to be reached are rarely verified, but cost as much to check
 _known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # the `LLTokenizer`s of tokenizers
 
@@ -63,13 +61,10 @@ class Grammar(PerRow):
         named = [name for name, each in given.items() if each is not None]
         if len(named) != 1:
             raise ConfigError(f"pass one of json_schema, regex and grammar, got {' and '.join(named) or 'none'}")
-        library = _library()
+        library = grammar_library()
         ends = _end_tokens(tokenizer, eos_token_id)
-        text = _grammar_text(library.LLMatcher, named[0], given[named[0]])
-        tokens = _tokens_of(library, tokenizer, ends)
-        is_wrong, messages = library.LLMatcher.validate_grammar_with_warnings(text, tokens)
-        if is_wrong:
-            raise ConfigError(f"{named[0]} is not valid: {' '.join(' '.join(messages).split())}")
+        tokens = _tokens_of(tokenizer, ends)
+        text = grammar_text(named[0], given[named[0]], tokens)
         self._start = library.LLMatcher(tokens, text, log_level=0)
         super().__init__(lambda: GrammarProcessor(self._start.deep_copy(), tokens, ends))
 
@@ -184,18 +179,6 @@ def _consume(matcher: Any, tokens: Any, token: int) -> bool:
     return is_allowed and bool(matcher.consume_token(token))
 
 
-def _library() -> Any:
-    """The module llguidance."""
-    try:
-        import llguidance
-        import llguidance.hf
-    except ImportError as error:
-        raise ConfigError(
-            "grammars need llguidance; it comes with: pip install 'lookahead-decoding[grammar]'"
-        ) from error
-    return llguidance
-
-
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, given: int | Sequence[int] | None) -> list[int]:
     """The end-of-sequence tokens; without one an output could not end where its grammar does."""
     ends = end_tokens(tokenizer.eos_token_id if given is None else given)
@@ -207,34 +190,18 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, given: int | Sequence[int] |
     return ends
 
 
-def _grammar_text(matcher: Any, kind: str, given: Any) -> str:
-    """A grammar in llguidance's form."""
-    if kind == "json_schema":
-        schema = given.model_json_schema() if hasattr(given, "model_json_schema") else given
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"json_schema is no JSON: {error}") from error
-        if not isinstance(schema, Mapping):
-            raise ConfigError(f"json_schema must be a dict, JSON text or a pydantic model class, got {schema!r:.60}")
-        try:
-            return str(matcher.grammar_from_json_schema(json.dumps(schema), _JSON_FORM))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"json_schema is not valid: {first_line(error)}") from error
-    if not isinstance(given, str):
-        raise ConfigError(f"{kind} must be text, got {given!r:.60}")
-    return str(matcher.grammar_from_regex(given) if kind == "regex" else matcher.grammar_from_lark(given))
-
-
-def _tokens_of(library: Any, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Any:
+def _tokens_of(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Any:
     """The `LLTokenizer` of a tokenizer, cached for its lifetime; tokens may be added to it meanwhile."""
     if not tokenizer.is_fast:
         raise ConfigError(f"grammars need a fast tokenizer, got {type(tokenizer).__name__}")
+    from llguidance.hf import from_tokenizer
+
+    fast: Any = tokenizer
+
     known, key = _known.setdefault(tokenizer, {}), (len(tokenizer), *ends)
     if key not in known:
         try:
-            known[key] = library.hf.from_tokenizer(tokenizer, eos_token=list(ends))
+            known[key] = from_tokenizer(fast, eos_token=list(ends))
         except Exception as error:
             raise ConfigError(f"llguidance does not know this kind of tokenizer: {first_line(error)}") from error
     return known[key]

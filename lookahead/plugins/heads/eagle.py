@@ -17,7 +17,6 @@ from lookahead.plugins.heads.target import gather_positions, layer_config, lm_he
 
 DEPTH = 6  # maximum number of tokens guessed in a row
 ROOT_WIDTH = 32  # guesses after the root
-DRAFT_VOCAB = 32_000  # maximum vocabulary of a new head, as in published ones
 
 
 class Attention(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,59 +13,17 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from lookahead.decoding.api import stream_many
-from lookahead.documents.byte_sources import opened
-from lookahead.documents.decode_text import decode_bytes
-from lookahead.errors import DocumentError, TrainingError
+from lookahead.errors import TrainingError
 from lookahead.loading.loading import LoadedModel
 from lookahead.model.facts import vocabulary_size
 from lookahead.plugins.heads.head_files import read_object
-from lookahead.utils.atomic import parse_json, write_atomically
+from lookahead.plugins.heads.training.train_inputs import Record
+from lookahead.utils.atomic import write_atomically
 
 Say = Callable[[str], None]
 """Receives progress messages, one line each."""
 Example = dict[str, Tensor]
 """`input_ids` int64 `[tokens]`, and `wanted` bool `[tokens]`: whether a token is model output, which heads guess."""
-
-
-class Record(NamedTuple):
-    """One line of a training file."""
-
-    prompt: str | None  # None for plain text
-    output: str | None  # the output or the plain text; None if the model answers the prompt
-
-
-def read_records(path: Path) -> list[Record]:
-    """Read JSON lines with `prompt` and `output`, with `prompt` alone, or with `text`.
-
-    TrainingError if the file cannot be read or a line is invalid; the message names the line.
-    """
-    try:
-        with opened(str(path)) as file:  # with a timeout for pipes
-            text = decode_bytes(file.read(), str(path))
-    except (OSError, DocumentError) as error:
-        told = error if isinstance(error, DocumentError) else f"{path}: {error.strerror or error}"
-        raise TrainingError(str(told)) from error
-    lines = enumerate(text.split("\n"), start=1)  # splitlines splits at U+2028, which JSON strings may contain
-    records = [_record(line, f"{path}:{number}") for number, line in lines if line.strip()]
-    if not records:
-        raise TrainingError(f"{path}: nothing to train on")
-    return records
-
-
-def _record(line: str, place: str) -> Record:
-    try:
-        values: Any = parse_json(line)
-    except ValueError as error:
-        raise TrainingError(f"{place}: not valid JSON, and the data must be JSON lines: {error}") from error
-    if not isinstance(values, dict) or not ("prompt" in values or "text" in values):
-        raise TrainingError(f"{place}: must be an object with 'prompt', 'prompt' and 'output', or 'text'")
-    prompt, output = values.get("prompt"), values.get("output" if "prompt" in values else "text")
-    for name, value in (("prompt", prompt), ("output" if prompt is not None else "text", output)):
-        if not isinstance(value, str | None) or value == "":
-            raise TrainingError(f"{place}: {name!r} must be a string that is not empty, got {value!r:.40}")
-    if prompt is None and output is None:
-        raise TrainingError(f"{place}: 'prompt' or 'text' must be a string, got null")
-    return Record(prompt, output)
 
 
 def answer_prompts(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,63 +12,22 @@ from transformers import PreTrainedModel
 
 from lookahead.errors import TrainingError
 from lookahead.loading.loading import LoadedModel
-from lookahead.plugins.heads.eagle import DRAFT_VOCAB, EagleHead
+from lookahead.plugins.heads.eagle import EagleHead
 from lookahead.plugins.heads.head_files import TrainedHeads, write_heads
 from lookahead.plugins.heads.medusa import MedusaHeads
 from lookahead.plugins.heads.target import lm_head
 from lookahead.plugins.heads.training import examples as data_of
 from lookahead.plugins.heads.training.examples import Example, Say
 from lookahead.plugins.heads.training.learners import EagleLearner, Learner, MedusaLearner
+from lookahead.plugins.heads.training.train_inputs import Settings, check_trainer, read_records
 from lookahead.utils.locks import locked
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-KINDS = ("medusa", "eagle3")
-_REMOVED_KINDS = {
-    "eagle": "was removed: eagle3 replaces it",
-    "mtp": "was removed: train eagle3, or use the layer of a checkpoint with --heads native",
-}
 _ANSWERS = "answers.json"  # the model's answers to the prompts of the data
 _DONE = "trainer_state.json"  # written last into a checkpoint
 _SHOWN = ("loss", "eval_accuracy")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The settings of a run, see `lookahead train --help`; TrainingError if a value is out of range."""
-
-    kind: str
-    heads: int = 4
-    draft_vocab: int = DRAFT_VOCAB
-    steps: int | None = None
-    batch_size: int = 8
-    learning_rate: float = 1e-3
-    max_length: int = 1024
-    max_new_tokens: int = 256
-    hold_out_every: int = 20
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            state = _REMOVED_KINDS.get(self.kind, "is unknown")
-            raise TrainingError(f"the kind of heads must be {' or '.join(KINDS)}; {self.kind!r} {state}")
-        ones = ("heads", "draft_vocab", "steps", "batch_size", "max_new_tokens")
-        for name, least in {**dict.fromkeys(ones, 1), "max_length": 2, "hold_out_every": 2}.items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise TrainingError(f"{name} must be at least {least}, got {value}")
-        if not 0 <= self.seed < 1 << 32:
-            raise TrainingError(f"seed must be from 0 to 2^32 - 1, got {self.seed}")
-        if not self.learning_rate > 0:
-            raise TrainingError(f"learning_rate must be more than 0, got {self.learning_rate}")
-
-
-def check_trainer() -> None:
-    """Raise a TrainingError if accelerate is missing, which transformers' Trainer needs."""
-    if importlib.util.find_spec("accelerate") is None:
-        raise TrainingError(
-            "training needs accelerate, which is not installed; pip install 'lookahead-decoding[train]'"
-        )
 
 
 def train_heads(
@@ -100,7 +57,7 @@ def train_heads(
         HeadsError: The model does not support heads.
     """
     check_trainer()
-    records = data_of.read_records(data)
+    records = read_records(data)
     lm_head(loaded.model)
     with _entered(output, resume=resume):
         prompts = [prompt for prompt, text in records if text is None and prompt is not None]

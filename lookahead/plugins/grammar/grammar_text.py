@@ -1,0 +1,62 @@
+"""Grammars in the form of llguidance, checked without torch, which takes seconds to import."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lookahead.errors import ConfigError, first_line
+
+# The format of `json.dumps`. With flexible white space a model can emit white space until its limit.
+_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def grammar_library() -> Any:
+    """The module llguidance."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError(
+            "grammars need llguidance; it comes with: pip install 'lookahead-decoding[grammar]'"
+        ) from error
+    return llguidance
+
+
+def grammar_text(kind: str, given: Any, tokens: Any = None, place: str = "") -> str:
+    """A grammar in llguidance's form.
+
+    Args:
+        kind: `"json_schema"`, `"regex"` or `"grammar"`.
+        given: The grammar.
+        tokens: The `LLTokenizer` that it must suit; None for any.
+        place: What errors call it: the option and the file; `kind` if empty.
+
+    Raises:
+        ConfigError: It is not valid, or llguidance is not installed.
+    """
+    place, matcher = place or kind, grammar_library().LLMatcher
+    text = _as_text(matcher, kind, given, place)
+    is_wrong, messages = matcher.validate_grammar_with_warnings(text, tokens)
+    if is_wrong:
+        raise ConfigError(f"{place} is not valid: {' '.join(' '.join(messages).split())}")
+    return text
+
+
+def _as_text(matcher: Any, kind: str, given: Any, place: str) -> str:
+    if kind == "json_schema":
+        schema = given.model_json_schema() if hasattr(given, "model_json_schema") else given
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{place} is not JSON: {error}") from error
+        if not isinstance(schema, Mapping):
+            raise ConfigError(f"{place} must be a dict, JSON text or a pydantic model class, got {schema!r:.60}")
+        try:
+            return str(matcher.grammar_from_json_schema(json.dumps(schema), _JSON_FORM))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{place} is not valid: {first_line(error)}") from error
+    if not isinstance(given, str):
+        raise ConfigError(f"{place} must be text, got {given!r:.60}")
+    return str(matcher.grammar_from_regex(given) if kind == "regex" else matcher.grammar_from_lark(given))
