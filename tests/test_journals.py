@@ -308,7 +308,7 @@ def test_a_run_over_some_documents_drops_no_line_of_an_id_that_the_others_may_ha
         assert [line["error"] for line in lines(REJECTS)] == ["a: it failed", "x:5: no JSON"]
     totals = run([*items, failed], resume=True)  # all of them: now it is known what has changed
     assert [line["summary"] for line in lines()] == ["ONE", "TWO", "THREE"]
-    assert totals.notes[-1] == "out.jsonl: left out 1 lines of documents that have changed since"
+    assert totals.notes[-1] == "out.jsonl: left out 1 line of documents that have changed since"
     assert [line["error"] for line in lines(REJECTS)] == ["a: it failed"]
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError
+from lookahead.jobs import worker_pool
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.worker_pool import (
@@ -68,7 +70,7 @@ class Ray:
 
     def wait(self, calls, num_returns, timeout):
         assert len(calls) >= num_returns > 0
-        return calls[: 1 if timeout is None else 0], []  # answers come only to those who wait
+        return calls[: 1 if timeout else 0], []  # answers come only to those who wait
 
     def get(self, call):
         if isinstance(call.answer, RayError) or not call.handle.is_alive:
@@ -168,6 +170,36 @@ def test_workers_that_die_while_they_start_are_tried_again_a_few_times_and_then_
     with pool_of(ray) as pool, pytest.raises(ClusterError, match=r"no worker is left; .*out of memory"):
         pool.wait_ready()
     assert ray.added == 2 + FAILED_STARTS - 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        (lambda: [{"NodeID": "n0", "Alive": False}, {"NodeID": "n1", "Alive": True}], "its node n0, .* died"),
+        (Mock(side_effect=RayError("no answer")), "no answer"),
+        (Event().wait, "no answer within 0.01 s"),
+    ],
+    ids=["its node is dead", "nobody tells", "nobody answers"],
+)
+def test_a_cluster_that_is_gone_ends_the_job_and_does_not_wait_for_ever(monkeypatch, nodes, reason):
+    monkeypatch.setattr(worker_pool, "_CONNECT_S", 0.01)
+    ray = Ray([READY])
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "n0")
+    ray.nodes = nodes
+    with pytest.raises(ClusterError, match=f"the Ray cluster is gone: {reason}"), pool_of(ray, 1) as pool:
+        pool.wait_ready()
+        ray.wait = lambda calls, num_returns, timeout: ([], calls)
+        ray.kill = lambda _: Event().wait()  # no call is answered
+        list(pool.summarize_all(documents("a")))
+
+
+def test_a_cluster_that_is_only_slow_is_waited_for():
+    ray = Ray([READY])
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "n0")
+    ray.nodes = lambda: [{"NodeID": "n0", "Alive": True}]
+    at_once, waits = ray.wait, iter([False] * 3)
+    ray.wait = lambda calls, **words: at_once(calls, **words) if next(waits, True) else ([], calls)
+    assert len(outcomes(pool_of(ray, 1), documents(*"abc"))) == 3
 
 
 def cluster(**resources):

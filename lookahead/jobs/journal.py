@@ -279,9 +279,14 @@ class Journal(ExitStack):
             )
         # A line that matches no document of this run is outdated if a document of this run has its id.
         ids = set() if self._is_part else {*self._text_of_id}
-        kept, dropped = self._file.sort(self._order, lambda line: key_of(line.id) in ids)
-        if dropped:
-            self._notes.append(f"{self._results}: left out {dropped} lines of documents that have changed since")
+        done = self._file.sort(self._order, lambda line: key_of(line.id) in ids)
+        for number, what in (
+            (done.doubled, "left out {}: the same documents have one more line there"),
+            (done.outdated, "left out {} of documents that have changed since"),
+            (0 if self._is_part else done.unnamed, "kept {} of documents that are not among the inputs, at its end"),
+        ):
+            if number:
+                self._notes.append(f"{self._results}: {what.format(count(number, 'line'))}")
         if self._rejects.exists():
             # Rejects are also outdated if they have a newer error, or if their document is finished.
             others, taken = ids | self._unreadable, {*self._order}
@@ -292,7 +297,7 @@ class Journal(ExitStack):
             )
         if self._is_parquet:
             write_parquet(self._running, self._results)
-        write_manifest(self._results, self._identity, kept)
+        write_manifest(self._results, self._identity, done.kept)
         if self._is_parquet:
             self._running.unlink()
 

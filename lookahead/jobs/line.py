@@ -217,6 +217,8 @@ def parse_line(line: bytes) -> Record:
     """
     if not line.endswith(b"\n"):
         raise ValueError("is torn")
+    if not line.strip():
+        raise ValueError("is blank")
     try:
         record = parse_json(line.decode("utf-8-sig"))
     except ValueError as error:

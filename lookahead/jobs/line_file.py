@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import sys
+from codecs import BOM_UTF8
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,11 +16,11 @@ from functools import partial
 from io import FileIO
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lookahead.documents.inputs import load_packages
 from lookahead.errors import ConfigError, ResultsError, count
-from lookahead.jobs.line import Line, Record, parse_line, read_entries, read_rows, result_columns
+from lookahead.jobs.line import Entry, Line, Record, parse_line, read_entries, read_rows, result_columns
 from lookahead.utils.replacing import replacing, sync_folder
 
 RECOVERED = ".recovered.jsonl"  # suffix of the file with the lines of a results file that was replaced
@@ -30,6 +31,15 @@ def encode_line(record: Record) -> bytes:
     """A record as one line of JSON in UTF-8, including the line break."""
     # Python represents invalid bytes in file names as lone surrogates. They become JSON escapes.
     return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+class Sorted(NamedTuple):
+    """What sorting the lines of a file did with them."""
+
+    kept: int
+    doubled: int  # dropped: another line of the same document and text was kept
+    outdated: int  # dropped for another reason
+    unnamed: int  # of those kept, the ones without a key in the order
 
 
 class LineFile(ExitStack):
@@ -106,18 +116,13 @@ class LineFile(ExitStack):
         self.check()
         self._is_released = True
 
-    def sort(
-        self, order: Iterable[bytes], is_outdated: Callable[[Line], bool], *, newest_only: bool = False
-    ) -> tuple[int, int]:
+    def sort(self, order: Iterable[bytes], is_outdated: Callable[[Line], bool], *, newest_only: bool = False) -> Sorted:
         """Sort the lines. The released file is replaced atomically, and only if a line moves or is dropped.
 
         Args:
             order: Keys of lines in the wanted order; a key may repeat. Lines without a key in it come last.
             is_outdated: Whether to drop a line without a key in `order`.
             newest_only: Whether only the last line of each key is kept.
-
-        Returns:
-            The number of lines kept and the number dropped.
 
         Raises:
             OSError: The file cannot be written; it is unchanged.
@@ -131,15 +136,18 @@ class LineFile(ExitStack):
             if newest_only:
                 places[line.key].clear()
             places[line.key].append((offset, size, is_outdated(line)))
-        named = [places[key].popleft() for key in order if places.get(key)]
-        others = sorted(place for rest in places.values() for place in rest)
-        kept = named + [place for place in others if not place[2]]
+        keys = [*order]
+        named = [places[key].popleft() for key in keys if places.get(key)]
+        known = {*keys}
+        others = sorted((place, key in known) for key, rest in places.items() for place in rest)
+        kept = named + [place for place, _ in others if not place[2]]
+        doubled = sum(is_known and place[2] for place, is_known in others)
         if len(kept) < number or any(after[0] < before[0] for before, after in pairwise(kept)):
             with open(self.path, "rb") as source, replacing(self.path) as target:
                 for offset, size, _ in kept:
                     source.seek(offset)
                     target.write(source.read(size))
-        return len(kept), number - len(kept)
+        return Sorted(len(kept), doubled, number - len(kept) - doubled, len(kept) - len(named))
 
     def _recover(self, file: FileIO, line: bytes) -> str:
         """Write the lines of a deleted file again; returns a message with the result."""
@@ -219,17 +227,27 @@ def _sync(file: FileIO) -> None:
 def read_earlier(path: Path, read: Callable[[Record], Line], notes: list[str]) -> Iterator[tuple[Line, int]]:
     """The lines that earlier runs wrote and their byte offsets. A torn last line, as after a crash, is cut off.
 
+    What an editor leaves is mended: a byte order mark before the first line, no line break after the last one.
+
     Raises:
         ConfigError: A line is not of this job.
     """
     if not path.exists():
         return
+    with open(path, "rb") as source:
+        if source.read(len(BOM_UTF8)) == BOM_UTF8:
+            with replacing(path) as target:
+                shutil.copyfileobj(source, target)
+            notes.append(f"{path}: removed the byte order mark that an editor wrote before the first line")
     for entry in read_entries(path, read):
-        if entry.is_torn:
+        if entry.is_torn and (line := _complete(path, entry, read)) is not None:
+            yield line, entry.offset
+        elif entry.is_torn:
             with open(path, "r+b") as file:
                 file.truncate(entry.offset)
                 os.fsync(file.fileno())
-            notes.append(f"{path}: cut off its last line, which was torn ({entry.size} bytes)")
+            was = "blank" if entry.problem == "is blank" else "torn"
+            notes.append(f"{path}: cut off its last line, which was {was} ({entry.size} bytes)")
         elif entry.line is None:
             raise ConfigError(
                 f"{path}:{entry.number}: no line of this job: it {entry.problem}; remove the line, or pass --overwrite "
@@ -237,6 +255,18 @@ def read_earlier(path: Path, read: Callable[[Record], Line], notes: list[str]) -
             )
         else:
             yield entry.line, entry.offset
+
+
+def _complete(path: Path, entry: Entry, read: Callable[[Record], Line]) -> Line | None:
+    """The last line of a file that lacks only its line break, which is written; `None` if it lacks more."""
+    with open(path, "r+b") as file, suppress(ValueError):
+        file.seek(entry.offset)
+        encoded = file.read(entry.size)
+        line = read(parse_line(encoded + b"\n"))
+        file.write(b"\n")
+        os.fsync(file.fileno())
+        return line
+    return None
 
 
 def print_line(record: Record) -> None:

@@ -19,6 +19,7 @@ from threading import Thread, get_ident
 from typing import Any, NamedTuple, TextIO
 
 import lookahead
+from lookahead.documents.byte_sources import in_time
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError, LookaheadError, first_line
 from lookahead.jobs.identity import JobIdentity
@@ -29,6 +30,8 @@ TRIES = 3  # worker deaths with a document in flight until it is rejected
 FAILED_STARTS = 3  # consecutive worker deaths during startup until no more are added
 _MAX_CONCURRENCY = 2048  # concurrent calls of an actor, more than it ever gets
 _CONNECT_S = 10.0
+_SHUTDOWN_S = 30.0
+_CHECK_S = 10.0  # without an answer, until the cluster is asked whether it lives
 
 
 class RayWorker:
@@ -132,8 +135,8 @@ class WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            self._ray.kill(worker.handle)
+        with suppress(TimeoutError):  # a cluster that is gone answers no call
+            in_time(lambda: [self._ray.kill(worker.handle) for worker in self._workers], _CONNECT_S)
 
     def wait_ready(self, workers: int = 1) -> JobIdentity:
         """Wait until `workers` are ready. LookaheadError if options are wrong, or all workers died during startup."""
@@ -182,7 +185,9 @@ class WorkerPool:
     def _collect(self, *, waits: bool) -> Iterator[Outcome]:
         """Yield finished documents; with `waits`, wait for at least one answer. ClusterError if no worker is left."""
         calls = list(self._calls)
-        done, _ = self._ray.wait(calls, num_returns=1 if waits else len(calls), timeout=None if waits else 0)
+        done, _ = self._ray.wait(calls, num_returns=1 if waits else len(calls), timeout=_CHECK_S if waits else 0)
+        if waits and not done:
+            self._check_cluster()
         for each in done:
             call = self._calls.pop(each)
             call.worker.in_flight -= call.size
@@ -198,6 +203,16 @@ class WorkerPool:
                 yield Reject(document.id, answer, document) if is_error else Summarized(document, answer)
         if not self._workers:
             raise ClusterError(f"no worker is left; the last one: {self._last_words}")
+
+    def _check_cluster(self) -> None:
+        """ClusterError if the node of this process is gone: Ray then leaves every call without an answer."""
+        try:
+            own = self._ray.get_runtime_context().get_node_id()
+            alive = {node["NodeID"] for node in in_time(self._ray.nodes, _CONNECT_S) if node["Alive"]}
+        except Exception as error:  # Ray's own types, or a TimeoutError
+            raise ClusterError(f"the Ray cluster is gone: {first_line(error)}") from error
+        if own not in alive:
+            raise ClusterError(f"the Ray cluster is gone: its node {own[:8]}, to which this process is connected, died")
 
     def _accept(self, worker: _Worker, answer: tuple[JobIdentity, int] | LookaheadError) -> None:
         """Use a ready worker if its job equals the job of the others."""
@@ -265,7 +280,8 @@ def connect(address: str | None) -> Iterator[Any]:
     try:
         yield ray
     finally:
-        ray.shutdown()
+        with suppress(TimeoutError):  # the cluster may be gone
+            in_time(ray.shutdown, _SHUTDOWN_S)
 
 
 class OwnStdout:
