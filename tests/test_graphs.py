@@ -23,8 +23,9 @@ from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass, padded_rows
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch as choice
-from lookahead.model.cache import TreeCache, TreeSlots
+from lookahead.model.cache import TreeCache
 from lookahead.model.model_state import ModelState, state_of
+from lookahead.model.slots import TreeSlots
 from tests.support import kernel_reference as reference
 from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, HAS_GROUPED_PRODUCTS, build
@@ -97,9 +98,10 @@ def test_a_later_call_replays_what_an_earlier_one_recorded(
         ids = ragged(seed, length)["input_ids"]
         assert torch.equal(decode(tiny_llama, config, input_ids=ids, **options), tiny_llama.generate(ids, **options))
         made.append(len(recordings))
-        for buffer in recorded_cache(tiny_llama).buffers():
+        cache = recorded_cache(tiny_llama)
+        for buffer in cache.buffers():
             with torch.inference_mode():
-                buffer.fill_(torch.nan)  # as if the tokens of the last call had no numbers
+                buffer[:, : cache.slots.reached] = torch.nan  # as if the tokens of the last call had no numbers
     assert made == [1, 1, 1]
 
 

@@ -11,7 +11,7 @@ import torch
 from lookahead.kernels import row_attention
 from lookahead.kernels.attention_rows import MAX_SHARING
 from lookahead.kernels.jobs import run
-from lookahead.model.kv_origins import new_origin, shared_tokens, sharing_groups
+from lookahead.model.slots import new_origin, shared_tokens, sharing_groups
 from tests.support.small_layers import attends
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lookahead.backend.cpu.exact_attention import PerNodeAttention
 from lookahead.drafting.tree import TokenTree
-from lookahead.model.cache import TreeSlots
+from lookahead.model.slots import TreeSlots
 from lookahead.utils.jit import njit
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple, cast
 
@@ -16,10 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
-from lookahead.model.kv_origins import Origin, new_origin
+from lookahead.model.slots import GROWTH, MOST_PARTS, Origin, SlotBlock, SlotForm, TreeSlots, new_origin
 from lookahead.model.state_layers import Levels, StateLayer, States, has_states
-
-_GROWTH = 1.5  # of the slots per row, if they are too few
 
 RowStates = tuple[Tensor, Tensor]
 
@@ -31,67 +28,6 @@ class RowCopy(NamedTuple):
     states: dict[int, States]  # after the last token
     tokens: int
     origin: Origin = ()  # of the keys and values
-
-
-class TreeSlots:
-    """The slots that the rows of a batch use, shared by all layers."""
-
-    def __init__(self, rows: int, capacity: int) -> None:
-        self.lengths: NDArray[np.int64] = np.zeros(rows, np.int64)  # committed tokens, with KV in slots 0..length-1
-        self.origins = [new_origin() for _ in range(rows)]
-        self.rows, self.capacity = rows, capacity  # slots per row
-        self.first, self.active = 0, rows  # the rows of a pass: first..first+active-1, numbered from 0 by `lengths`
-        self.width = self.kv_length = 0  # nodes the running pass writes per row, and slots its queries may look at
-        self.is_even, self.start = True, 0  # all active rows write from the same slot on; that of the first row
-        self.is_plain = False  # the model uses its own masks and attention in the running pass
-        self.is_fixed = False  # it is a fixed-shape pass
-        self.index: Tensor | None = None  # int64 `[active * width]`, the slots of uneven rows, numbered over all rows
-        self._moved: tuple[Tensor | None, dict[torch.device, Tensor]] = None, {}  # an index on other devices
-        self.allocations = 0  # by layers so far; when it grows, old addresses are invalid
-
-    def index_on(self, device: torch.device) -> Tensor:
-        """The index on a device of some layers, copied there once a pass."""
-        assert self.index is not None
-        if self._moved[0] is not self.index:
-            self._moved = self.index, {self.index.device: self.index}
-        moved = self._moved[1]
-        if device not in moved:
-            moved[device] = self.index.to(device)
-        return moved[device]
-
-    def begin(self, width: int, scored: NDArray[np.int64] | None = None, *, is_plain: bool = False) -> None:
-        """Begin a pass that writes `width` nodes per active row, after committed tokens and already scored nodes."""
-        lengths = self.lengths[: self.active]
-        starts = (lengths if scored is None else lengths + scored).tolist()
-        self.start = starts[0]
-        self.is_even = all(start == self.start for start in starts)
-        self.is_plain = is_plain
-        self.index = None
-        self.width = width
-        self.kv_length = max(starts) + width
-        if self.kv_length > self.capacity:
-            self.capacity = max(self.kv_length, int(self.capacity * _GROWTH))
-
-    @contextmanager
-    def rows_from(self, first: int, count: int) -> Iterator[None]:
-        """Restrict passes in a block to `count` rows from `first` on, numbered from 0."""
-        lengths, active = self.lengths, self.active
-        self.first, self.lengths, self.active = first, lengths[first:], count
-        try:
-            yield
-        finally:
-            self.first, self.lengths, self.active = 0, lengths, active
-
-    @contextmanager
-    def fixed(self, rows: int, width: int, index: Tensor) -> Iterator[None]:
-        """Run a fixed-shape pass, in which Python values never change; the slots of inactive rows are unused."""
-        active, self.active = self.active, rows
-        self.is_even, self.is_plain, self.is_fixed, self.index = False, False, True, index
-        self.width, self.kv_length = width, self.capacity
-        try:
-            yield
-        finally:
-            self.active, self.is_fixed, self.index = active, False, None
 
 
 class TreeLayer(CacheLayerMixin):
@@ -107,17 +43,28 @@ class TreeLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self._slots = slots
         self._window = window
+        self._places: list[tuple[SlotBlock, int]] = []  # of keys and values
         self.indexer: TreeLayer | None = None  # the indexer's keys, if an indexer picks the keys of queries
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate slots filled with zeros, since the value of a masked slot is still multiplied by 0."""
-        shape = (self._slots.rows, self._slots.capacity)
-        self.keys, self.values = (
-            new.new_zeros(*shape, new.shape[1], new.shape[3]) for new in (key_states, value_states)
-        )
+        """Take a part of a block for the keys and one for the values; a block has room for later layers like this."""
+        slots = self._slots
+        for new in (key_states, value_states):
+            form = SlotForm(new.device, new.dtype, new.shape[1], new.shape[3], self._window)
+            alike = [block for block in slots.blocks if block.form == form]
+            if all(block.used == len(block.whole) for block in alike):
+                kinds = 1 + (key_states.shape == value_states.shape)
+                left = kinds * slots.layers[self._window] - sum(len(block.whole) for block in alike)
+                shape = min(max(left, 1), MOST_PARTS), slots.rows, slots.capacity, form.heads, form.dim
+                # Zeros, since the value of a masked slot is still multiplied by 0.
+                alike.append(SlotBlock(form, new.new_zeros(shape)))
+                slots.blocks.append(alike[-1])
+            self._places.append((alike[-1], alike[-1].used))
+            alike[-1].used += 1
+        self.keys, self.values = [block.whole[part] for block, part in self._places]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
-        self._slots.allocations += 1
+        slots.allocations += 1
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the pass's nodes; returns the keys and values its queries may see, `[active, heads, kv, dim]`."""
@@ -170,13 +117,9 @@ class TreeLayer(CacheLayerMixin):
 
     def grow(self) -> None:
         """Reallocate for the shared number of rows and capacity, and copy the rows in use as far as they fit."""
-        for name in ("keys", "values"):
-            old: Tensor = getattr(self, name)
-            new = old.new_zeros(self._slots.rows, self._slots.capacity, *old.shape[2:])
-            rows, capacity = (min(sizes) for sizes in zip(old.shape[:2], new.shape[:2], strict=True))
-            rows = min(rows, self._slots.first + self._slots.active)
-            new[:rows, :capacity] = old[:rows, :capacity]
-            setattr(self, name, new)
+        for block, _ in self._places:
+            block.fit(self._slots)
+        self.keys, self.values = [block.whole[part] for block, part in self._places]
         self._slots.allocations += 1
         if self.indexer is not None:
             self.indexer.grow()
@@ -213,7 +156,8 @@ class TreeCache(Cache):
     def __init__(
         self, *, rows: int, capacity: int, windows: Sequence[int | None] = (), like: Sequence[Any] = ()
     ) -> None:
-        self.slots = slots = TreeSlots(rows, capacity)
+        attending = [getattr(layer, "sliding_window", None) for layer in like if isinstance(layer, CacheLayerMixin)]
+        self.slots = slots = TreeSlots(rows, capacity, attending if like else windows)
         self._compact: Callable[..., None] | None = None  # the kernel of `commit`, bound to the buffers
         self._bound_at = 0, 0  # allocation count and tested kernels at binding
         self.tables: dict[Any, Any] = {}  # by kind, a `PassTable` for the current buffers
@@ -269,7 +213,7 @@ class TreeCache(Cache):
     def reserve(self, capacity: int) -> None:
         """Allocate at least `capacity` slots per row now, before a pass that must not allocate."""
         if capacity > self.slots.capacity:
-            self.resize(rows=self.slots.rows, capacity=max(capacity, int(self.slots.capacity * _GROWTH)))
+            self.resize(rows=self.slots.rows, capacity=max(capacity, int(self.slots.capacity * GROWTH)))
 
     def resize(self, *, rows: int, capacity: int) -> None:
         """Reallocate for `rows` rows, at least the active ones, of `capacity` slots, at least the used ones."""
@@ -283,8 +227,8 @@ class TreeCache(Cache):
 
     def wipe(self, row: int, start: int = 0) -> None:
         """Zero a row's KV after its first `start` tokens, since a NaN in a masked slot would spread as NaN · 0."""
-        for buffer in self.buffers():
-            buffer[row, start:] = 0
+        for block in self.slots.blocks:
+            block.whole[:, row, start:] = 0
         self.slots.lengths[row] = start
         self.slots.origins[row] = new_origin(self.slots.origins[row], start)
         if not start:
@@ -323,10 +267,11 @@ class TreeCache(Cache):
             self._bound_at = self.slots.allocations, len(dispatch.verdicts)
         if self._compact is None or len(path) > MAX_NODES:
             nodes = torch.from_numpy(path.astype(np.int64) + start)
-            for buffer in self.buffers():
+            for block in self.slots.blocks:
                 # Once per device; CUDA has read the host's memory when the call returns.
-                nodes = nodes.to(buffer.device, non_blocking=buffer.device.type == "cuda")
-                buffer[row, start : start + len(path)] = buffer[row].index_select(0, nodes)
+                nodes = nodes.to(block.form.device, non_blocking=block.form.device.type == "cuda")
+                parts = block.whole[:, row]
+                parts[:, start : start + len(path)] = parts.index_select(1, nodes)
             return
         packed = torch.from_numpy(np.array([row, start, len(path), *path], np.int32))
         packed = packed.to(self.buffers()[0].device, non_blocking=True)  # on CUDA only, which reads it at once
@@ -375,8 +320,8 @@ class TreeCache(Cache):
         last = self.slots.active - 1
         if row != last:
             length = int(self.slots.lengths[last])
-            for buffer in self.buffers():
-                buffer[row, :length] = buffer[last, :length]
+            for block in self.slots.blocks:
+                block.whole[:, row, :length] = block.whole[:, last, :length]
             self.slots.lengths[row], self.slots.origins[row] = length, self.slots.origins[last]
             for layer in self.states:
                 layer.committed[row] = layer.committed.pop(last, {})

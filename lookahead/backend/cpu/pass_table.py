@@ -28,7 +28,7 @@ from lookahead.kernels.packed_product import PackedWeight, prepared_rows, produc
 from lookahead.kernels.team import team_of
 from lookahead.model.cache import TreeCache
 from lookahead.model.families.operations import Experts, Recurrence, SelfAttention
-from lookahead.model.kv_origins import Origin, sharing_groups
+from lookahead.model.slots import Origin, sharing_groups
 from lookahead.model.state_layers import States
 from lookahead.utils.addresses import KeepsAddresses
 

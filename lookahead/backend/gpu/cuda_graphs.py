@@ -183,8 +183,9 @@ class KeptGraphs:
             return cls(kind, stamp, TreeCache(rows=rows, capacity=capacity, windows=windows))
         slots.lengths[:], slots.active = 0, rows
         with torch.inference_mode():
-            for buffer in kept.cache.buffers():
-                buffer.zero_()  # NaN would spread from masked slots
+            for block in slots.blocks:
+                block.whole[:, :, : slots.reached].zero_()  # NaN would spread from masked slots
+        slots.reached = 0
         for runner in kept.runners.values():
             runner.is_checked = False
         return kept
