@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lookahead.serving.messages import MessagesBody
+from lookahead.serving.request_schemas import text_of
 from tests.support.running_server import LONG, Running, folder, server
 
 __all__ = ["folder", "server"]  # fixtures
@@ -116,7 +117,7 @@ def test_blocks_become_messages_of_a_chat():
         }
     )
     chat = body.chat()
-    assert [(each.role, each.content) for each in chat.messages] == [
+    assert [(each.role, text_of(each.content)) for each in chat.messages] == [
         ("system", "be short"), ("user", "abc"), ("assistant", "short"), ("tool", "short"), ("tool", ""),
         ("user", "go"),
     ]  # fmt: skip

@@ -13,12 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.serving.request_schemas import ChatBody, CompletionBody
 from lookahead.serving.requests import TokenLogprobs, Update
 from lookahead.serving.stop_texts import StopTexts
-from lookahead.serving.tool_calls import calls_in
+from lookahead.serving.tool_calls import CallReader
 from lookahead.stats import DecodingStats, total
 
 
 class Choice:
     """One output of an answer, as it grows.
+
+    Args:
+        stops: Texts that end it.
+        reader: Reads its tool calls; None if it can have none.
 
     Attributes:
         text: Its text so far.
@@ -27,15 +31,15 @@ class Choice:
         stats: Its counters.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self.text, self.tokens = StopTexts(stops), "", 0
+    def __init__(self, stops: Sequence[str], reader: CallReader | None = None) -> None:
+        self._stops, self.reader, self.text, self.tokens = StopTexts(stops), reader, "", 0
         self.logprobs = list[TokenLogprobs]()
         self.offset = 0  # characters of the tokens with reported log-probabilities
         self.finish_reason: str | None = None
         self.stats = DecodingStats()
 
-    def add(self, update: Update) -> str:
-        """Add an update; returns the new text that is final."""
+    def add(self, update: Update) -> list[dict[str, Any]]:
+        """Add an update; returns what is new and final, as deltas of a message."""
         piece = self._stops.put(update.text, is_last=update.is_last)
         self.text += piece
         self.tokens += len(update.tokens)
@@ -43,7 +47,12 @@ class Choice:
         self.stats = update.stats
         if self.has_stopped or update.end is not None:
             self.finish_reason = "length" if update.end == "length" and not self.has_stopped else "stop"
-        return piece
+        if self.reader is None:
+            return [{"content": piece}] if piece else []
+        deltas = self.reader.put(piece, is_last=update.is_last or self.has_stopped)
+        if self.finish_reason and self.reader.calls and not self.reader.is_cut:
+            self.finish_reason = "tool_calls"
+        return deltas
 
     @property
     def has_stopped(self) -> bool:
@@ -75,10 +84,13 @@ class Answer:
     ) -> None:
         self._body, self._tokenizer, self._prompt_tokens, self.model = body, tokenizer, prompt_tokens, model
         self._is_chat = isinstance(body, ChatBody)
-        self.choices = [Choice(body.stops) for _ in range(len(prompt_tokens) * body.choices)]
-        self._tools: list[str] = []
+        names, forced = list[str](), body.forced_tools if isinstance(body, ChatBody) else None
         if isinstance(body, ChatBody) and body.tool_choice != "none":
-            self._tools = [tool.function.name for tool in body.tools or []]
+            names = [tool.function.name for tool in forced or body.tools or []]
+        self.choices = [
+            Choice(body.stops, CallReader(names, is_forced=forced is not None) if names else None)
+            for _ in range(len(prompt_tokens) * body.choices)
+        ]
         kind = "chat.completion" if self._is_chat else "text_completion"
         name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
@@ -119,21 +131,12 @@ class Answer:
     def add(self, i: int, update: Update) -> list[dict[str, Any]]:
         """Add an update of an output; returns its chunks for a stream."""
         choice = self.choices[i]
-        piece = choice.add(update)
-        is_last = update.is_last or choice.has_stopped
-        if self._tools:  # a call can be recognized only at the end
-            if not is_last:
-                return []
-            piece, calls = calls_in(choice.text, self._tools)
-            chunks = [self._chunk(i, {"content": piece}, None, choice.logprobs)] if piece else []
-            if calls:
-                numbered = [{"index": at, **call} for at, call in enumerate(calls)]
-                chunks.append(self._chunk(i, {"tool_calls": numbered}, None, []))
-            return [*chunks, self._chunk(i, {}, "tool_calls" if calls else choice.finish_reason, [])]
-        chunks = []
-        if piece or update.logprobs:
-            chunks.append(self._chunk(i, {"content": piece}, None, update.logprobs))
-        if is_last:
+        deltas = choice.add(update)
+        if update.logprobs and not (deltas and "content" in deltas[0]):
+            deltas = [{"content": ""}, *deltas]
+        logprobs = [update.logprobs, *([] for _ in deltas)]
+        chunks = [self._chunk(i, delta, None, logs) for delta, logs in zip(deltas, logprobs, strict=False)]
+        if update.is_last or choice.has_stopped:
             chunks.append(self._chunk(i, {}, choice.finish_reason, []))
         return chunks
 
@@ -162,11 +165,10 @@ class Answer:
         made["stop_reason"] = choice.stop
         if not self._is_chat:
             return made | {"text": choice.text}
-        text, calls = calls_in(choice.text, self._tools) if self._tools else (choice.text, [])
+        text = choice.text if choice.reader is None else choice.reader.text
+        calls = [] if choice.reader is None else choice.reader.calls
         message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
-        if calls:
-            message["tool_calls"], made["finish_reason"] = calls, "tool_calls"
-        return made | {"message": message}
+        return made | {"message": {**message, "tool_calls": calls} if calls else message}
 
     def _logprobs(self, choice: Choice, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
         if self._is_chat:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lookahead.serving.api_errors import ApiError
-from lookahead.serving.request_schemas import ChatBody, GenerationBody, parsed
 
 Event = dict[str, Any]
 
@@ -26,20 +24,21 @@ class AnswerForm:
         """A whole answer."""
         return answer
 
-    async def events(self, chunks: AsyncIterator[Event]) -> AsyncIterator[Event]:
-        """The events of a stream, from the chunks of the OpenAI API."""
-        async for chunk in chunks:
-            yield chunk
+    def begin(self) -> Iterable[Event]:
+        """The first events of a stream."""
+        return ()
+
+    def add(self, chunk: Event) -> Iterable[Event]:
+        """The events of a chunk of the OpenAI API; the last chunk of other APIs has the usage."""
+        return (chunk,)
+
+    def finish(self) -> Iterable[Event]:
+        """The last events of a stream."""
+        return ()
 
     def failed(self, error: ApiError) -> Event:
         """The last event of a stream that ends with an error."""
         return error.body
-
-    @staticmethod
-    def sent(event: Event) -> str:
-        """An event as server-sent text; one with a type is named after it."""
-        name = f"event: {event['type']}\n" if "type" in event else ""
-        return f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"
 
 
 class PartsForm(AnswerForm):
@@ -57,25 +56,13 @@ class PartsForm(AnswerForm):
         self.parts, self.choice, self.usage = list[dict[str, Any]](), dict[str, Any](), dict[str, Any]()
 
     def whole(self, answer: Event) -> Event:
-        """A whole answer."""
-        _ = [*self._add(answer), *self.close()]
+        _ = [*self.add(answer), *self.close()]
         return self.answer()
 
-    async def events(self, chunks: AsyncIterator[Event]) -> AsyncIterator[Event]:
-        """The events of a stream, from the chunks of a chat with usage."""
-        for event in self.begin():
-            yield event
-        async for chunk in chunks:
-            for event in self._add(chunk):
-                yield event
-        for event in (*self.close(), *self.finish()):
-            yield event
-
-    def _add(self, chunk: Event) -> Iterator[Event]:
+    def add(self, chunk: Event) -> Iterator[Event]:
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk["choices"]:
-            delta = choice.get("delta") or choice.get("message") or {}
-            pieces = list[tuple[Any, str]]()
+            delta, pieces = choice.get("delta") or choice.get("message") or {}, list[tuple[Any, str]]()
             if delta.get("content") or choice["logprobs"]:  # the text of a token may come with a later one
                 pieces.append((None, delta.get("content") or ""))
             pieces += [(call, call["function"]["arguments"]) for call in delta.get("tool_calls") or ()]
@@ -96,10 +83,6 @@ class PartsForm(AnswerForm):
         """Add text with its log-probabilities, or arguments, to the last part."""
 
     @abstractmethod
-    def begin(self) -> Iterable[Event]:
-        """The first events of a stream."""
-
-    @abstractmethod
     def open(self) -> Iterable[Event]:
         """The events at the beginning of the last part."""
 
@@ -108,16 +91,5 @@ class PartsForm(AnswerForm):
         """The events at the end of the last part, if there is one."""
 
     @abstractmethod
-    def finish(self) -> Iterable[Event]:
-        """The last events of a stream."""
-
-    @abstractmethod
     def answer(self) -> Event:
         """The whole answer, at its end."""
-
-
-def chat_of(body: GenerationBody, **fields: Any) -> ChatBody:
-    """A chat with the common options of a request of another API, and its own fields."""
-    common = {name: value for name in GenerationBody.model_fields if (value := getattr(body, name)) is not None}
-    chat: ChatBody = parsed(ChatBody, {**common, "stream_options": {"include_usage": True}, **fields})
-    return chat

@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
 
 from lookahead.serving.answers import Answer
 from lookahead.serving.api_errors import ApiError
-from lookahead.serving.forms import Event, PartsForm, chat_of
-from lookahead.serving.request_schemas import Body, ChatBody, FunctionName, GenerationBody, Message, StopText, Text
+from lookahead.serving.forms import Event, PartsForm
+from lookahead.serving.request_schemas import (
+    Body,
+    ChatBody,
+    Content,
+    FunctionName,
+    GenerationBody,
+    Message,
+    StopText,
+    chat_of,
+    text_of,
+)
 
 _NEEDED = {
     "text": ("text",), "thinking": ("thinking",), "redacted_thinking": (), "tool_use": ("id", "name", "input"),
@@ -28,6 +38,7 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 class Block(Body):
     """A text, a thought, a call of a tool, or its result."""
 
+    ignores = frozenset(("cache_control", "caller", "citations", "data", "is_error", "signature"))
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str | None = None
@@ -35,14 +46,7 @@ class Block(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[Block], Field(fail_fast=True)] | None = None
-    # Without effect.
-    is_error: bool | None = None
-    cache_control: Any = None
-    citations: Any = None
-    signature: Any = None
-    data: Any = None
-    caller: Any = None
+    content: Content | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Block:
@@ -52,35 +56,29 @@ class Block(Body):
         return self
 
 
-Content = str | Annotated[list[Block], Field(fail_fast=True)]
-
-
-class InputTurn(Body):
+class BlockMessage(Body):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 
-class InputTool(FunctionName):
+class BlockTool(FunctionName):
     """A tool that the model may use."""
 
+    ignores = frozenset(("cache_control", "eager_input_streaming", "input_examples"))
     type: Literal["custom"] | None = None
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    # Without effect.
-    cache_control: Any = None
-    eager_input_streaming: bool | None = None
-    input_examples: Any = None
 
 
-class ToolChoice(Body):
+class BlockChoice(Body):
     """Whether to use a tool, and which."""
 
+    ignores = frozenset(("disable_parallel_tool_use",))
     type: Literal["auto", "any", "none", "tool"]
-    name: Text | None = None
-    disable_parallel_tool_use: bool | None = None
+    name: str | None = None
 
 
 class OutputFormat(Body):
@@ -100,37 +98,32 @@ class OutputConfig(Body):
 class CountBody(GenerationBody):
     """A request to `/v1/messages/count_tokens`."""
 
-    messages: Annotated[list[InputTurn], Field(min_length=1, fail_fast=True)]
+    ignores = GenerationBody.ignores | {"cache_control", "thinking"}
+    messages: Annotated[list[BlockMessage], Field(min_length=1, fail_fast=True)]
     system: Content | None = None
-    tools: Annotated[list[InputTool], Field(fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[BlockTool], Field(fail_fast=True)] | None = None
+    tool_choice: BlockChoice | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
     output_config: OutputConfig | None = None
-    metadata: Any = None
     n: Literal[1] | None = None
-    # Without effect.
-    thinking: dict[str, Any] | None = None
-    cache_control: Any = None
-    service_tier: Any = None
+    service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
 
     def chat(self) -> ChatBody:
         """The chat that this request means."""
-        messages = [Message(role="system", content=_text_of(self.system))] if self.system else []
-        for turn in self.messages:
-            messages += _messages_of(turn)
-        fields: dict[str, Any] = {"messages": messages, "stop": self.stop_sequences or self.stop}
-        fields |= {"metadata": None, "service_tier": None}
+        messages = [Message(role="system", content=self.system)] if self.system else []
+        messages += [message for each in self.messages for message in _messages_of(each)]
+        fields: dict[str, Any] = {"messages": messages, "stop": self.stop_sequences or self.stop, "service_tier": None}
         if self.tools:
-            fields["tools"] = [{"type": "function", "function": _function_of(tool)} for tool in self.tools]
+            tools = [tool.model_dump(exclude={"type"}) for tool in self.tools]
+            fields["tools"] = [{"type": "function", "parameters": tool.pop("input_schema"), **tool} for tool in tools]
         if self.tool_choice is not None:
-            named = {"type": "function", "function": {"name": self.tool_choice.name}}
+            named = {"type": "function", "name": self.tool_choice.name}
             fields["tool_choice"] = _CHOICES.get(self.tool_choice.type, named)
         if self.output_config is not None:
-            effort = self.output_config.effort
+            effort, form = self.output_config.effort, self.output_config.format
             fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
-            if self.output_config.format is not None:
-                schema = {"schema": self.output_config.format.schema_}
-                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+            if form is not None:
+                fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
         return chat_of(self, **fields)
 
 
@@ -178,9 +171,10 @@ class MessagesForm(PartsForm):
     def close(self) -> Iterable[Event]:
         return [self._of_part("stop")] if self.parts else []
 
-    def finish(self) -> Iterable[Event]:
-        ended = self._ended()
-        return [{"type": "message_delta", "delta": ended, "usage": self._usage()}, {"type": "message_stop"}]
+    def finish(self) -> Iterator[Event]:
+        yield from self.close()
+        yield {"type": "message_delta", "delta": self._ended(), "usage": self._usage()}
+        yield {"type": "message_stop"}
 
     def answer(self) -> Event:
         for block in self.parts:
@@ -210,31 +204,22 @@ class MessagesForm(PartsForm):
         return {"type": f"content_block_{kind}", "index": len(self.parts) - 1, **fields}
 
 
-def _messages_of(turn: InputTurn) -> list[Message]:
+def _messages_of(message: BlockMessage) -> list[Message]:
     """A message as those of a chat: each result of a tool has its own."""
-    if isinstance(turn.content, str):
-        return [Message(role=turn.role, content=turn.content)]
-    blocks: dict[str, list[Block]] = {}
-    for block in turn.content:
-        blocks.setdefault(block.type, []).append(block)
-    made = [
-        Message(role="tool", tool_call_id=block.tool_use_id, content=_text_of(block.content))
-        for block in blocks.get("tool_result", ())
-    ]
-    calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json.dumps(block.input)}}
-        for block in blocks.get("tool_use", ())
-    ]
-    thoughts = "".join(block.thinking or "" for block in blocks.get("thinking", ()))
-    if calls or "text" in blocks or not made:
-        text, thought = _text_of(blocks.get("text", [])), thoughts or None
-        made.append(Message(role=turn.role, content=text, tool_calls=calls or None, reasoning_content=thought))
+    if isinstance(message.content, str):
+        return [Message(role=message.role, content=message.content)]
+    made, text, thoughts, calls = list[Message](), list[str](), list[str](), list[dict[str, Any]]()
+    for block in message.content:
+        if block.type == "tool_result":
+            made.append(Message(role="tool", tool_call_id=block.tool_use_id, content=text_of(block.content)))
+        elif block.type == "tool_use":
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        else:
+            text.append(block.text or "")
+            thoughts.append(block.thinking or "")
+    if text or calls or not made:
+        own = Message(role=message.role, content="".join(text), tool_calls=calls or None)
+        own.reasoning_content = "".join(thoughts) or None
+        made.append(own)
     return made
-
-
-def _function_of(tool: InputTool) -> dict[str, Any]:
-    return {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-
-
-def _text_of(content: str | Sequence[Block] | None) -> str:
-    return content if isinstance(content, str) else "".join(block.text or "" for block in content or ())

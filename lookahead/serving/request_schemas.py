@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -45,30 +45,50 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 OptionalText = Annotated[str, StringConstraints(max_length=200)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class Body(BaseModel):
-    """A JSON object of a client, whose fields are known."""
+    """A JSON object of a client, whose fields are known; those in `ignores` have no effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    ignores: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > _MOST_FIELDS:
+        if not isinstance(given, dict):
+            return given
+        if len(given) > _MOST_FIELDS:
             raise ValueError(f"an object has at most {_MOST_FIELDS} fields here, got {len(given)}")
-        if isinstance(given, dict):  # an unknown field that is null is absent, as clients send what they got
-            return {name: value for name, value in given.items() if value is not None or name in _names_of(cls)}
-        return given
+        # An unknown field that is null is absent, as clients send what they got.
+        names = _names_of(cls)
+        return {
+            name: each for name, each in given.items() if name in names or not (each is None or name in cls.ignores)
+        }
 
 
 class TextPart(Body):
-    """A part of a message."""
+    """A part of a message, in the words of several APIs."""
 
-    type: Literal["text"]
+    ignores = frozenset(("annotations", "cache_control", "citations", "logprobs"))
+    type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
-    cache_control: Any = None  # of other servers
+
+
+Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+
+class _Nested(Body):
+    """What names a function; the Responses API has its fields here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_nested(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "function" not in given and "name" in given:
+            return {"type": given.get("type"), "function": {name: given[name] for name in given if name != "type"}}
+        return given
 
 
 class Function(Body):
@@ -80,7 +100,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(_Nested):
     """A tool that the model may use."""
 
     type: Literal["function"]
@@ -93,27 +113,29 @@ class FunctionName(Body):
     name: Text
 
 
-class NamedTool(Body):
+class NamedTool(_Nested):
     """The tool that the model must use."""
 
     type: Literal["function"]
     function: FunctionName
 
 
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
 class Message(Body):
     """A message of a chat."""
 
+    ignores = frozenset(("annotations", "cache_control"))
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     # In answers of this and other servers that clients send back.
     refusal: str | None = None
-    annotations: list[Any] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    cache_control: Any = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
@@ -129,7 +151,7 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The message in the form of chat templates."""
-        given = self.model_dump(exclude_none=True, exclude={"annotations", "refusal", "reasoning", "cache_control"})
+        given = self.model_dump(exclude_none=True, exclude={"refusal", "reasoning"})
         given["content"] = text_of(self.content) or self.refusal or ""
         if self.reasoning is not None:
             given.setdefault("reasoning_content", self.reasoning)
@@ -141,7 +163,7 @@ class Prediction(Body):
     """The expected output."""
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Content
 
 
 class JsonSchema(Body):
@@ -176,6 +198,7 @@ class Drafting(Body):
 class GenerationBody(Body):
     """The common fields of chats and completions."""
 
+    ignores = frozenset(("metadata", "priority", "prompt_cache_key", "safety_identifier", "store", "user"))
     model: str | None = None
     temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
@@ -199,16 +222,10 @@ class GenerationBody(Body):
     prediction: Prediction | None = None
     lookahead: Drafting | None = None
     cache_salt: OptionalText | None = None
-    # Fields without effect on outputs.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: Annotated[dict[str, str], BeforeValidator(_are_few)] | None = None
-    store: bool | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    # The others of these have no effect.
+    verbosity: Verbosity | None = None
     modalities: list[Literal["text"]] | None = None
     skip_special_tokens: Literal[True] | None = None
-    priority: int | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @property
@@ -230,16 +247,24 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody):
     """A request to `/v1/chat/completions`."""
 
+    ignores = GenerationBody.ignores | {"parallel_tool_calls"}
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: ToolChoice | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None  # for templates
+
+    @property
+    def forced_tools(self) -> list[Tool] | None:
+        """The tools one of which must be called; None if none must."""
+        if self.tool_choice in (None, "none", "auto"):
+            return None
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return [tool for tool in self.tools or [] if name in (None, tool.function.name)]
 
 
 class CompletionBody(GenerationBody):
@@ -267,7 +292,14 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
 
 
-def text_of(content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None) -> str:
+def chat_of(body: GenerationBody, **fields: Any) -> ChatBody:
+    """A chat with the common options of a request of another API, and its own fields."""
+    common = {name: value for name in GenerationBody.model_fields if (value := getattr(body, name)) is not None}
+    chat: ChatBody = parsed(ChatBody, {**common, "stream_options": {"include_usage": True}, **fields})
+    return chat
+
+
+def text_of(content: Content | None) -> str:
     """The text of a message's content, which may have parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content or [])
 

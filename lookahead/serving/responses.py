@@ -12,8 +12,22 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from lookahead.serving.api_errors import ApiError, invalid
-from lookahead.serving.forms import Event, PartsForm, chat_of
-from lookahead.serving.request_schemas import Body, ChatBody, Effort, FunctionName, GenerationBody, Message, Text
+from lookahead.serving.forms import Event, PartsForm
+from lookahead.serving.request_schemas import (
+    Body,
+    ChatBody,
+    Content,
+    Effort,
+    GenerationBody,
+    JsonSchema,
+    Message,
+    TextPart,
+    Tool,
+    ToolChoice,
+    Verbosity,
+    chat_of,
+    text_of,
+)
 
 _MOST_KEPT, _MOST_BYTES = 1000, 64 << 20
 _ECHOED = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning"}
@@ -24,34 +38,18 @@ _NEEDED = {
 }  # fmt: skip
 
 
-class InputPart(Body):
-    """A part of a message."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: Any = None
-    logprobs: Any = None
-
-
-InputContent = str | Annotated[list[InputPart], Field(fail_fast=True)]
-
-
 class InputItem(Body):
     """A message, a call of a function, its result, or what the model thought."""
 
+    ignores = frozenset(("encrypted_content", "id", "phase", "status"))
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: InputContent | list[dict[str, Any]] | None = None
+    content: Content | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: InputContent | None = None
-    summary: list[dict[str, Any]] | None = None
-    # Without effect.
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-    encrypted_content: str | None = None
+    output: Content | None = None
+    summary: Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> InputItem:
@@ -61,59 +59,41 @@ class InputItem(Body):
         return self
 
 
-class FunctionTool(Body):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: Text
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class FunctionChoice(FunctionName):
-    """The function that the model must call."""
-
-    type: Literal["function"]
-
-
 class Reasoning(Body):
     """How much to think."""
 
+    ignores = frozenset(("generate_summary", "summary"))
     effort: Effort | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchema):
     """The form of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # type: ignore[assignment]  # of one type
 
 
 class TextOptions(Body):
     """Options of the text."""
 
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ResponsesBody(GenerationBody):
     """A request to `/v1/responses`."""
 
+    ignores = GenerationBody.ignores | {"parallel_tool_calls"}
     input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     max_tokens: None = None
     n: Literal[1] | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -124,16 +104,13 @@ class ResponsesBody(GenerationBody):
     def chat(self, earlier: Sequence[Message]) -> ChatBody:
         """The chat that this request means, after earlier messages."""
         messages = [Message(role="system", content=self.instructions)] if self.instructions else []
-        fields: dict[str, Any] = {"messages": [*messages, *earlier, *self._messages()]}
+        fields: dict[str, Any] = {"messages": [*messages, *earlier, *self._messages()], "tools": self.tools}
         fields |= {"max_completion_tokens": self.max_output_tokens, "tool_choice": self.tool_choice}
-        if self.tools:
-            functions = [tool.model_dump(exclude={"type"}) for tool in self.tools]
-            fields["tools"] = [{"type": "function", "function": function} for function in functions]
-        if isinstance(self.tool_choice, FunctionChoice):
-            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
-        if self.text is not None and self.text.format is not None:
-            schema = self.text.format.model_dump(by_alias=True, exclude_none=True)
-            fields["response_format"] = {"type": schema.pop("type"), "json_schema": schema or None}
+        if self.text is not None:
+            fields["verbosity"] = self.text.verbosity
+            if self.text.format is not None:
+                schema = self.text.format.model_dump(by_alias=True, exclude_none=True)
+                fields["response_format"] = {"type": schema.pop("type"), "json_schema": schema or None}
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
         if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
@@ -146,11 +123,11 @@ class ResponsesBody(GenerationBody):
         messages, reasoning = list[Message](), ""
         for item in items:
             if item.type == "reasoning":
-                reasoning = "\n".join(map(_text_of, (item.summary, item.content))).strip()
+                reasoning = "".join(part.text for part in item.summary or ()) or text_of(item.content)
             elif item.type == "function_call_output":
-                messages.append(Message(role="tool", tool_call_id=item.call_id, content=_text_of(item.output)))
+                messages.append(Message(role="tool", tool_call_id=item.call_id, content=text_of(item.output)))
             elif item.type == "message":
-                messages.append(Message(role=item.role or "user", content=_text_of(item.content)))
+                messages.append(Message(role=item.role or "user", content=item.content))
             else:
                 if not messages or messages[-1].role != "assistant":
                     messages.append(Message(role="assistant"))
@@ -223,9 +200,10 @@ class ResponsesForm(PartsForm):
             yield self._of_part("function_call_arguments.done", **call)
         yield self._event("output_item.done", output_index=len(self.parts) - 1, item=item)
 
-    def finish(self) -> Iterable[Event]:
+    def finish(self) -> Iterator[Event]:
+        yield from self.close()
         response = self.answer()
-        return [self._event(response["status"], response=response)]
+        yield self._event(response["status"], response=response)
 
     def answer(self) -> Event:
         text = "".join(item["content"][0]["text"] for item in self.parts if item["type"] == "message")
@@ -287,9 +265,3 @@ def _call_of(item: dict[str, Any]) -> dict[str, Any]:
     """An item as the tool call of a chat."""
     function = {"name": item["name"], "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}
-
-
-def _text_of(content: str | Sequence[InputPart | dict[str, Any]] | None) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(str(part.get("text", "")) if isinstance(part, dict) else part.text for part in content or ())

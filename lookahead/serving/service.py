@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -19,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from lookahead.serving.answers import Answer
 from lookahead.serving.api_errors import ApiError, shutting_down
 from lookahead.serving.decoding_loop import DecodingLoop, PlannedRequest
-from lookahead.serving.forms import AnswerForm
+from lookahead.serving.forms import AnswerForm, Event
 from lookahead.serving.metrics import Metrics
 from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody, parsed
 from lookahead.serving.requests import Ticket, Update
@@ -156,24 +158,20 @@ class Service:
 
     async def stream(self, turn: Turn, form: AnswerForm) -> AsyncIterator[str]:
         """The answer as server-sent events; closing it, as on a disconnect, ends the outputs."""
+        answer = turn.answer
         try:
-            async for event in form.events(self._chunks(turn)):
-                yield form.sent(event)
+            for event in chain(form.begin(), *map(form.add, answer.begin())):
+                yield _sent(event)
+            async for i, update in self.updates(turn):
+                for event in chain.from_iterable(map(form.add, answer.add(i, update))):
+                    yield _sent(event)
+            for event in chain(*map(form.add, answer.end()), form.finish()):
+                yield _sent(event)
         except ApiError as error:
-            yield form.sent(form.failed(error))
+            yield _sent(form.failed(error))
         finally:
             turn.cancel()
         yield form.end
-
-    async def _chunks(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a stream in the format of the OpenAI API."""
-        for chunk in turn.answer.begin():
-            yield chunk
-        async for i, update in self.updates(turn):
-            for chunk in turn.answer.add(i, update):
-                yield chunk
-        for chunk in turn.answer.end():
-            yield chunk
 
 
 def _plan(served: ServedModel, body: ChatBody | CompletionBody, client: str, salt: str) -> list[PlannedRequest]:
@@ -232,3 +230,9 @@ def _forget(task: asyncio.Future[Any]) -> None:
     """Take note of the error of a task that nobody may wait for: asyncio logs the others as never retrieved."""
     if not task.cancelled():
         task.exception()
+
+
+def _sent(event: Event) -> str:
+    """An event as server-sent text; one with a type is named after it."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"

@@ -28,12 +28,12 @@ class StopTexts:
         if ends:
             end, self.stop = min(ends)
             return self._held[:end]
-        keep = 0 if is_last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = 0 if is_last else max((overlap(self._held, stop) for stop in self._stops), default=0)
         certain = self._held[: len(self._held) - keep]
         self._held = self._held[len(certain) :]
         return certain
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of a text that a stop text starts with."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

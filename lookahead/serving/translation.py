@@ -23,7 +23,6 @@ from lookahead.serving.request_schemas import (
     CompletionBody,
     GenerationBody,
     Message,
-    NamedTool,
     TokenizeBody,
     Tool,
     size_of,
@@ -119,7 +118,10 @@ class Translator:
         """The request of a chat."""
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("top_logprobs", "is for logprobs=true")
-        tools = self._tools_of(body)
+        tools = body.forced_tools
+        if tools is not None and not tools:
+            names = [tool.function.name for tool in body.tools or []]
+            raise invalid("tool_choice", f"must name one of the tools {names}, got {body.tool_choice!r}")
         kwargs = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
         kwargs |= body.chat_template_kwargs or {}
         ids = self._render(body.messages, kwargs, None if body.tool_choice == "none" else body.tools)
@@ -157,20 +159,6 @@ class Translator:
         if body.messages is not None:
             return self._render(body.messages, None, None)
         return self._read(body.prompt or "", add_special_tokens=body.add_special_tokens)
-
-    def _tools_of(self, body: ChatBody) -> Sequence[Tool]:
-        """The tools one of which must be called."""
-        choice, tools = body.tool_choice, body.tools or []
-        if choice in (None, "none", "auto"):
-            return ()
-        wanted = choice.function.name if isinstance(choice, NamedTool) else None
-        named = [tool for tool in tools if wanted in (None, tool.function.name)]
-        if not named:
-            got = wanted or choice
-            raise invalid(
-                "tool_choice", f"must name one of the tools {[tool.function.name for tool in tools]}, got {got!r}"
-            )
-        return named
 
     def _render(
         self, messages: Sequence[Message], kwargs: dict[str, Any] | None, tools: Sequence[Tool] | None
