@@ -12,10 +12,10 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead.backend.cpu.exact_attention import attend_per_node
-from lookahead.backend.tree_pass import AttentionSpan, TreePass
+from lookahead.backend.tree_pass import AttentionSpan, PackedPrompts, TreePass
 from lookahead.kernels import dispatch
 from lookahead.model.attention import real_config
-from lookahead.model.facts import attention_name, own_attention
+from lookahead.model.facts import attention_name, is_sdpa, own_attention
 
 Spans = dict[int, AttentionSpan]
 """The attention spans of the layers by module id, filled on first use within `serving`."""
@@ -64,6 +64,9 @@ def attend(
     span = span_of(module, spans)
     if "sliding_window" in kwargs and kwargs["sliding_window"] != span.window:
         span = AttentionSpan(kwargs["sliding_window"], span.chunk)
+    if isinstance(tree_pass, PackedPrompts):
+        options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, "position_bias": position_bias, **kwargs}
+        return _attend_apart(tree_pass, module, query, key, value, span, options)
     if tree_pass.attends_per_node:
         options = {"softcap": softcap, "s_aux": s_aux, "scaling": scaling, "position_bias": position_bias, **kwargs}
         window = _within(span, slots + 1).window
@@ -87,6 +90,43 @@ def attend(
         if dispatch.takes_parts(query, key, value) and not torch.compiler.is_compiling():
             return dispatch.causal_in_parts(query, key, value, scaling)
     return _by_torch(tree_pass, query, key, value, reached, scaling, softcap, s_aux)
+
+
+def _attend_apart(
+    packed: PackedPrompts,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    span: AttentionSpan,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention of packed prompts: one call of the model's own function for each, with transformers' mask for it."""
+    own, outs = own_attention(module, real_config(module.config)), list[Tensor]()
+    options = {name: option for name, option in options.items() if option is not None}
+    for row, (queries, start) in enumerate(zip(query.split(packed.sizes, 2), packed.starts, strict=True)):
+        end = start + queries.shape[2]
+        mask = _mask_alone(queries, start, _within(span, end), by_sdpa=is_sdpa(own))
+        keys, values = (each[row : row + 1, :, :end] for each in (key, value))
+        outs.append(own(module, queries, keys, values, mask, **options)[0])
+    return torch.cat(outs, 1)
+
+
+def _mask_alone(query: Tensor, start: int, span: AttentionSpan, *, by_sdpa: bool) -> Tensor | None:
+    """The mask that transformers makes for the tokens of a single prompt from `start` on; None if it makes none."""
+    width = query.shape[2]
+    if span == AttentionSpan() and ((by_sdpa and not start) or width == 1):
+        return None
+    own = torch.arange(start, start + width, device=query.device)[:, None]
+    at = torch.arange(start + width, device=query.device)
+    seen = at <= own
+    if span.window is not None:
+        seen &= at > own - span.window
+    if span.chunk is not None:
+        seen &= at >= own // span.chunk * span.chunk
+    if by_sdpa:
+        return seen[None, None]
+    return query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)[None, None]
 
 
 def _causal(tree_pass: TreePass, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

@@ -76,6 +76,7 @@ class Backend(Protocol):
         hidden: Hidden states of the newest pass by layer, `[active, nodes of the largest tree, size]`. After `read`
             it holds only the last tokens, `[prompts, 1, size]`.
         prompt_hidden: Hidden states of the newest prompts by layer, `[tokens read, size]` each.
+        packs_prompts: Whether `read` takes several prompts without padding, each as if it were alone.
     """
 
     cache: TreeCache
@@ -87,6 +88,7 @@ class Backend(Protocol):
     keeps_hidden: bool
     hidden: dict[int, Tensor]
     prompt_hidden: list[dict[int, Tensor]]
+    packs_prompts: bool
 
     def serving(self) -> AbstractContextManager[None]:
         """Prepare the model for passes. All passes must run inside this block; blocks may be nested.

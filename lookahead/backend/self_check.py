@@ -15,16 +15,14 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.fused_layers import find_fused
-from lookahead.backend.cpu.linears import keeps_bits
+from lookahead.backend.cpu.linears import keeps_bits, keeps_bits_packed
 from lookahead.backend.cpu.product_bits import has_other_products
 from lookahead.backend.layer_probes import layers_with_solo_bits
 from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_pass, step_logits
 from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
-from lookahead.model.facts import (
-    decoder_vocabulary,
-)
+from lookahead.model.facts import decoder_vocabulary, rope_parameters_of
 from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import plan_of, state_of
 from lookahead.model.state_scope import mixers_of
@@ -33,6 +31,7 @@ from lookahead.utils.kept_values import truth
 _SMALL_MODEL = 1 << 22  # parameters; up to this size several trees are compared
 _TRIALS = 8
 _LONGEST = 5  # depth of those trees
+_PACKED_SIZES = 3, 40, 9, 17  # tokens of prompts
 _ROOT = np.zeros(1, np.int32)  # the path of the root alone, the last token of a prompt
 
 
@@ -90,6 +89,50 @@ def keeps_solo_bits(model: PreTrainedModel) -> bool:
         return may_keep_bits(model) and state_of(model).probed(name, model, probe, truth)
 
     return plan.part((name, torch.is_autocast_enabled("cpu")), plan.form, find)  # a user may have entered it since
+
+
+def packs_prompts(model: PreTrainedModel, policy: BitPolicy) -> bool:
+    """Whether several prompts may be read in one pass without padding, each with its bits or its rounding alone.
+
+    In half precision rows decoded alone must keep their bits. The first call for a model compares them.
+    """
+    plan = plan_of(model)
+    ropes = rope_parameters_of(model.config.get_text_config())
+    can = (
+        plan.device.type == "cpu"
+        and plan.processes == 1
+        and plan.registers_attention
+        and plan.attention in ("sdpa", "eager")
+        and "position_ids" in plan.inputs
+        and not (plan.reads_at_once or kind_of(model).has_encoder or (plan.may_keep_states and mixers_of(model)))
+        # The longest text of a pass would decide on the embeddings of all.
+        and not any(rope.get("rope_type") in ("dynamic", "longrope") for rope in ropes)
+    )
+    if not can or model.dtype == torch.float32:
+        return can
+    name = f"packed prompts, {torch.get_num_threads()} threads"
+    probe = partial(state_of(model).probed, name, model, partial(_keep_bits_packed, model), truth)
+    return policy is BitPolicy.SOLO and not any(plan.windows) and bool(plan.part(name, plan.form, probe))
+
+
+@torch.inference_mode()
+def _keep_bits_packed(model: PreTrainedModel) -> bool:
+    """Compare prompts read in one pass with each read alone."""
+    if has_other_products(model) or getattr(model, "is_quantized", False) or not keeps_bits_packed(model):
+        return False
+    vocabulary = decoder_vocabulary(model)
+    prompts = [(np.arange(size, dtype=np.int32) * (size + 3) + 1) % vocabulary for size in _PACKED_SIZES]
+    backend, count = CpuBackend(model, rows=2 * len(prompts), capacity=64, packs_prompts=True), len(prompts)
+    with backend.serving():
+        alone = torch.cat([backend.read([prompt], row) for row, prompt in enumerate(prompts)])
+        packed = backend.read(prompts, count)
+    rows = [backend.cache.extract_row(row).kv for row in range(2 * count)]
+    return torch.equal(alone, packed) and all(
+        torch.equal(some, others)
+        for one, other in zip(rows[:count], rows[count:], strict=True)
+        for at in one
+        for some, others in zip(one[at], other[at], strict=True)
+    )
 
 
 def serves_experts(model: PreTrainedModel) -> bool:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lookahead.backend.pass_attention import Spans, attend
 from lookahead.backend.protocol import BackendReport, BitPolicy, OnPrefill, PathReport, Shape
-from lookahead.backend.tree_pass import AttentionSpan, TreePass
+from lookahead.backend.tree_pass import AttentionSpan, PackedPrompts, TreePass
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.kernels import dispatch
@@ -48,6 +48,7 @@ class TorchBackend:
     """
 
     warm_ups = 0  # passes of a shape before its later ones are as fast as they will be
+    packs_prompts = False
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class TorchBackend:
 
     def reads_alone(self, policy: BitPolicy) -> bool:
         """See `Backend.reads_alone`."""
-        return self._inputs.joins_alone or self._keeps(policy)
+        return self._inputs.joins_alone or (self._keeps(policy) and not self.packs_prompts)
 
     def _keeps(self, policy: BitPolicy) -> bool:
         """Whether passes can have the bits of a policy."""
@@ -141,8 +142,12 @@ class TorchBackend:
             return self._read_by_model(prompts, logits, on_prefill)
         if encoded is not None:
             self._inputs.join(encoded)
-        if self.cache.states and len(prompts) > 1:
-            return self._read_apart(prompts, first, on_prefill)
+        if len(prompts) > 1 and (self.cache.states or self.packs_prompts):
+            groups = self._groups_of(prompts, first)
+            if len(groups) > 1:
+                return self._read_in_groups(prompts, first, groups, on_prefill)
+            if self.packs_prompts:
+                return self._read_packed(prompts, first, on_prefill)
         with self._inputs.joining(), self.cache.slots.rows_from(first, len(prompts)):
             return self._read(prompts, on_prefill or (lambda *_: None))
 
@@ -156,17 +161,58 @@ class TorchBackend:
             report(longest, longest)
         return logits
 
-    def _read_apart(self, prompts: Sequence[IntArray], first: int, report: OnPrefill | None) -> Tensor:
-        """`read` one prompt after the other: padding after a shorter prompt would change its recurrent states."""
+    def _groups_of(self, prompts: Sequence[IntArray], first: int) -> list[range]:
+        """The rows of `prompts` that are read in one pass each.
+
+        Recurrent layers read prompts alone: padding after a shorter one would change its states. So do half-precision
+        layers a prompt of one token, whose products have other bits, and one that takes more than a pass.
+        """
+        new = [len(prompt) - int(self.cache.slots.lengths[row]) for row, prompt in enumerate(prompts, first)]
+        groups, tokens = list[range](), PREFILL_CHUNK
+        for row, size in enumerate(new):
+            is_alone = bool(self.cache.states) or size > PREFILL_CHUNK or (size == 1 and self._is_half)
+            if is_alone or tokens + size > PREFILL_CHUNK:
+                groups.append(range(row, row))
+                tokens = 0
+            groups[-1] = range(groups[-1].start, row + 1)
+            tokens = PREFILL_CHUNK if is_alone else tokens + size
+        return groups
+
+    def _read_in_groups(
+        self, prompts: Sequence[IntArray], first: int, groups: Sequence[range], report: OnPrefill | None
+    ) -> Tensor:
+        """`read` the prompts of one group after the other."""
         longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
         logits, hidden, whole = list[Tensor](), list[dict[int, Tensor]](), list[dict[int, Tensor]]()
-        for row, prompt in enumerate(prompts):
-            logits.append(self.read([prompt], first + row, on_prefill=report if row == longest else None))
+        for rows in groups:
+            some, told = [prompts[row] for row in rows], report if longest in rows else None
+            logits.append(self.read(some, first + rows.start, on_prefill=told))
             hidden.append(self.hidden)
             whole += self.prompt_hidden
         self.hidden = {layer: torch.cat([each[layer] for each in hidden]) for layer in self.hidden}
         self.prompt_hidden = whole
         return torch.cat(logits)
+
+    def _read_packed(self, prompts: Sequence[IntArray], first: int, report: OnPrefill | None) -> Tensor:
+        """`read` in one pass, without padding."""
+        longest = max(map(len, prompts))
+        if report is not None:
+            report(0, longest)
+        with self.cache.slots.rows_from(first, len(prompts)):
+            slots = self.cache.slots
+            committed, lengths = slots.lengths[: len(prompts)], np.array(list(map(len, prompts)))
+            new = [prompt[start:] for prompt, start in zip(prompts, committed, strict=True)]
+            slots.begin(longest - int(committed.max()))  # the slots that are read end with the longest prompt
+            packed = PackedPrompts(slots, self._device, new)
+            logits = self._forward(packed, BitPolicy.BATCH)[0]
+            committed[:] = lengths - 1
+        texts = {layer: states[0].split(packed.sizes) for layer, states in self.hidden.items()}
+        self.prompt_hidden = [{layer: some[row] for layer, some in texts.items()} for row in range(len(prompts))]
+        self.hidden = {layer: torch.stack([text[-1:] for text in some]) for layer, some in texts.items()}
+        self.is_read_whole = True
+        if report is not None:
+            report(longest, longest)
+        return logits[:, None]
 
     def _read(self, prompts: Sequence[IntArray], report: OnPrefill) -> Tensor:
         """`read` for all rows in the passes."""

@@ -172,6 +172,33 @@ class TreePass:
         return PerNodeAttention(self.trees, self._slots.lengths[: len(self.trees)].tolist(), self.firsts)
 
 
+class PackedPrompts(TreePass):
+    """A pass over the last tokens of several prompts, one prompt after the other in a single row of tokens.
+
+    Each prompt attends to itself only, by the model's own attention, as if it were read alone.
+
+    Args:
+        slots: The slots of the cache; the pass must have begun.
+        device: Where the model takes its tokens.
+        tokens: int32 `[new]` for each active row, the tokens after its committed ones.
+
+    Attributes:
+        starts: Committed tokens of each row.
+        sizes: New tokens of each row.
+    """
+
+    def __init__(self, slots: TreeSlots, device: torch.device, tokens: Sequence[NDArray[np.int32]]) -> None:
+        super().__init__(slots, device)
+        self.starts: list[int] = slots.lengths[: slots.active].tolist()
+        self.sizes = [len(some) for some in tokens]
+        spans = [np.arange(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True)]
+        places = [(slots.first + row) * slots.capacity + span for row, span in enumerate(spans)]
+        arrays = [np.concatenate(some).astype(np.int64) for some in (tokens, spans, places)]
+        whole, positions, slots.index = on_device(arrays, device)
+        self.tokens, self.positions = whole[None], positions[None]
+        self.keep = torch.from_numpy(np.cumsum(self.sizes) - 1)
+
+
 def padded_rows(active: int, rows: int) -> int:
     """Rows of a fixed-shape pass for `active` rows of a batch of `rows`: a power of two, or all."""
     return min(1 << (active - 1).bit_length(), rows)

@@ -233,7 +233,9 @@ class SharedRows:
         return self._slots_of(request) + request.encoder_tokens
 
     def _in_passes(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Group rows of similar prompt length, which are read in one pass with little padding."""
+        """Group rows that are read together: all if that needs no padding, else those of similar prompt length."""
+        if self.engine is not None and self.engine.packs_prompts:
+            return [list(rows)]
         if self.engine is not None and self.engine.reads_alone:
             return [[row] for row in rows]
         passes: list[list[Row]] = []

@@ -104,7 +104,7 @@ class Engine:
             if getattr(proposer, "shares_cache", False):
                 proposer.share_cache(self.cache)
         self.cache.slots.active = 0  # rows join in `admit`; their KV stays
-        self.reads_alone = backend.reads_alone(policy)
+        self.reads_alone, self.packs_prompts = backend.reads_alone(policy), backend.packs_prompts
         self.serving = backend.serving
         """Keeps the model in service for a block, for a loop over `run` without pauses."""
 
@@ -169,14 +169,10 @@ class Engine:
             rows[0].stats.reused_tokens = read.reused
         report = replace(self._backend.report(), bits=self._policy.value)
         self._state.log_once(self._call.is_chain, report)
+        is_whole = self._backend.is_read_whole if read is None else read.is_whole
         for row in rows:
             row.encoded, row.stats.backend = None, report.summary
-            is_whole = (
-                (self._backend.is_read_whole and not any(prefix.tokens for prefix in prefixes))
-                if read is None
-                else read.is_whole
-            )
-            row.policy = self._policy if is_whole else BitPolicy.ROUNDED
+            row.policy = self._policy if is_whole and not (prefixes and row.stats.reused_tokens) else BitPolicy.ROUNDED
         drafts, scores = self._root_only(rows), read_scores(logits, TOP if self._needs_top else 0)
         results = self._verify(drafts, logits, scores, first)
         with self._learning:

@@ -20,7 +20,7 @@ from lookahead.backend.cpu.tree_mixers import TreeMixer, find_mixers
 from lookahead.backend.cpu.whole_pass import WholePass, whole_pass
 from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
-from lookahead.backend.tree_pass import TreePass
+from lookahead.backend.tree_pass import PackedPrompts, TreePass
 from lookahead.drafting.tree import TokenTree
 from lookahead.loading.quantized import kinds_in_words
 from lookahead.model.facts import decoder_vocabulary
@@ -75,6 +75,7 @@ class CpuBackend(TorchBackend):
         has_kernels: Whether kernels may replace linear layers and whole layers of the model.
         mixing: How recurrent layers run; compared and measured if None.
         is_draft: Whether the model only drafts. What kernels compute of it is then found once, not at every service.
+        packs_prompts: Whether `read` takes several prompts without padding, as `self_check.packs_prompts` allows.
         **options: Options of `TorchBackend`.
     """
 
@@ -86,10 +87,11 @@ class CpuBackend(TorchBackend):
         has_kernels: bool = True,
         mixing: Mixing | None = None,
         is_draft: bool = False,
+        packs_prompts: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
-        self._is_draft, self._has_parts = is_draft, False
+        self._is_draft, self._has_parts, self.packs_prompts = is_draft, False, packs_prompts
         self._packs, self._has_bits = packs, self._is_half and self._scope is not None
         # Tensor-parallel processes must compute the same bits, but each would measure on its own whether packing pays.
         self._why_apart = "" if has_kernels else "its kernels compute differently from the model's own code"
@@ -153,7 +155,8 @@ class CpuBackend(TorchBackend):
         is_prompt = not tree_pass.trees
         by_kernels = not self._runs_own_code
         packs, packs_experts = (allowed and by_kernels for allowed in (linears.packs, linears.packs_experts))
-        mode = CpuPass(policy, is_prompt, packs, packs_experts, linears.fewest)
+        last_rows = len(tree_pass.keep) if isinstance(tree_pass, PackedPrompts) else 0
+        mode = CpuPass(policy, is_prompt, packs, packs_experts, linears.fewest, last_rows)
         layers = self._hidden_layers if self.keeps_hidden else ()
         with running(mode, fuses=by_kernels) as seen:
             given = None

@@ -24,6 +24,7 @@ class CpuPass(NamedTuple):
     packs: bool = False  # weights may be packed
     packs_experts: bool = False  # so may those of mixtures
     fewest: int = 1  # float32 rows from which packed weights are faster
+    last_rows: int = 0  # packed prompts, whose last tokens the output layer multiplies as it does each alone
     most_elements: int = 0  # elements of hidden states, up to which layers are fused
     most_in_call: int = 0  # elements of hidden states, up to which a pass is one call and threads share its products
 

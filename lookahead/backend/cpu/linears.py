@@ -208,6 +208,8 @@ def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tens
     own = weight if type(layer) is nn.Linear else weight.T
     if mode is None or x.dtype != own.dtype or rows == 0:
         return by_torch(x, own, bias)
+    is_last = rows == mode.last_rows
+    mode = mode._replace(last_rows=0) if mode.last_rows else mode
     # What `_find` asks about the number of rows.
     alike = 0 if mode.is_prompt else min(rows, _MAX_PACKED_ROWS + 1)
     if own.dtype == torch.float32:
@@ -223,7 +225,7 @@ def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tens
         return found.product(x, bias)
     if own.dtype == torch.float32:
         return by_torch(x, own, bias) if rows < _UNPACKED_ROWS else product_bits.by_onednn(x, own, bias)
-    if mode.policy is not BitPolicy.SOLO or mode.is_prompt:
+    if not is_last and (mode.policy is not BitPolicy.SOLO or mode.is_prompt):
         return by_torch(x, own, bias)
     # Splitting takes as long as a small product.
     most = max(1, rows_of(Kind.of(own, bias), Layout()).solo) if found is None else found.most
@@ -304,6 +306,14 @@ def keeps_bits(model: nn.Module, apart: Collection[nn.Module] = ()) -> bool:
         layers = product_bits.linear_layers_of_text(model)
         return all(_keeps_bits_of_rows(layer) for layer in layers if layer not in apart)
     return False
+
+
+def keeps_bits_packed(model: Any) -> bool:
+    """Whether half-precision rows of packed prompts have the bits of each prompt alone in the layers for text."""
+    head = model.get_output_embeddings()
+    others = [layer for layer in product_bits.linear_layers_of_text(model) if layer is not head]
+    kinds = {Kind.of(matrix_of(layer), layer.bias) for layer in others}
+    return type(head) is nn.Linear and _is_plain(head) and all(map(product_bits.keeps_many_rows, kinds))
 
 
 def _keeps_bits_of_rows(layer: nn.Linear | Conv1D) -> bool:

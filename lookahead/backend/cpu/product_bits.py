@@ -33,6 +33,7 @@ ROWS = (1, 2, 3, 5, 8, 11, 16, 17, 24, 31, MAX_ROWS)  # of products that are com
 FEWEST_WEIGHTS = 1 << 16  # of a layer; below it, a call of oneDNN takes longer than it saves
 _OUTPUTS = 4096  # most compared outputs of a layer, plus the remainder
 _MANY_ROWS = 100  # of a prompt, compared if torch seems to multiply each row alone
+_PACKED_ROWS = 2, 3, 8, 17, 33, 64, 100, 190, 300, 516, 1024  # of products that are compared for prompts in one pass
 _DIFFERENT = 256  # distinct outputs of the compared weight; the others repeat them
 _CANCELLING = 4  # inputs that cancel the remaining sum, one after the other
 _OCTAVES = 3  # range of compared numbers in powers of two either way, so that sums of a few round too
@@ -174,6 +175,14 @@ def takes_any_rows(kind: Kind, layout: Layout) -> bool:
         return False
     x, weight, bias = _cancelling(kind, _MANY_ROWS)
     return torch.equal(lay_out(weight, layout).product(x, bias), by_torch(x, weight, bias))
+
+
+@_once(truth)
+def keeps_many_rows(kind: Kind) -> bool:
+    """Whether rows of torch's products have the same bits in products of any number of rows, at least two."""
+    x, weight, bias = _cancelling(kind, _PACKED_ROWS[-1])
+    whole = by_torch(x, weight, bias)
+    return all(torch.equal(by_torch(x[-rows:], weight, bias), whole[-rows:]) for rows in _PACKED_ROWS)
 
 
 @_once(_rows_from)
