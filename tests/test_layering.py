@@ -55,9 +55,10 @@ OF_INNER_MODULES: dict[str, set[str]] = {
     "cli": {
         "backend.cpu.product_choice", "backend.self_check", "config", "decoding.comparison", "decoding.diagnosis",
         "decoding.memory_building", "decoding.prompts", "decoding.session_file", "decoding.text_stream",
-        "loading.early_checks", "loading.loading", "loading.local_models", "loading.quantized",
-        "ngram.memory_file", "ngram.pool_file", "plugins.grammar.grammar_text", "plugins.heads.training.train_inputs",
-        "plugins.heads.training.train_heads", "proposers.memory_files", "proposers.pool_files",
+        "decoding.transcription", "loading.checkpoints", "loading.early_checks", "loading.loading",
+        "loading.local_models", "loading.quantized", "ngram.memory_file", "ngram.pool_file",
+        "plugins.grammar.grammar_text", "plugins.heads.training.train_heads", "plugins.heads.training.train_inputs",
+        "proposers.memory_files", "proposers.pool_files",
     },
     "serving": {
         "backend.read_prompt", "config", "decoding.api", "decoding.cache_room", "decoding.plan", "decoding.prompts",
@@ -76,6 +77,7 @@ OPTIONAL = {
     "loading.gguf_files": {"gguf"},
     "loading.gguf_loading": {"gguf"},
     "loading.gguf_plan": {"gguf"},
+    "documents.sound_files": {"soundfile", "soxr"},
     "kernels": {"triton"},
     "serving": {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "jobs.worker_pool": {"ray"},

@@ -21,9 +21,10 @@ from lookahead.cli.models import models
 from lookahead.cli.serve import serve
 from lookahead.cli.summarize import report, summarize
 from lookahead.cli.terminal import raise_on_sigterm
+from lookahead.cli.transcribe import transcribe
 
 app = App(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
-for command in (summarize, generate, chat, serve, bench, explain, train, report, models, doctor):
+for command in (summarize, generate, chat, transcribe, serve, bench, explain, train, report, models, doctor):
     app.add(command)
 app.add_typer(pool_app, name="pool")
 app.add_typer(memory_app, name="memory")

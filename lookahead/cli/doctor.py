@@ -48,7 +48,7 @@ def doctor(options: DoctorOptions) -> None:
     loaded = None
     if options.model is not None:
         shared = {field.name: getattr(options, field.name) for field in fields(ModelOptions)}
-        loaded = load(ModelOptions(**shared))
+        loaded = load(ModelOptions(**shared), reads="any")
     elif options.quantize is not None:
         raise ConfigError(f"quantize is for a model: name one with --model, got --quantize {options.quantize} alone")
     loading.prepare_process(options.threads)
@@ -112,6 +112,9 @@ def _model_lines(model: dict[str, Any], bytes_per_s: float) -> Iterator[str]:
         yield f"    bits: {report['bits']}"
     for path, problem in model["problems"].items():
         yield f"  problem: {path}: {problem}"
+    if speed is None:
+        yield "  speed: not measured, as it reads sound; 'lookahead transcribe' shows that of a sound"
+        return
     yield f"  ms a token: {speed['plain_ms']:.2f} by model.generate, {speed['lookahead_ms']:.2f} by lookahead"
     yield f"  tokens a pass: {speed['counters']['mean_acceptance_length']:.2f}, by {speed['counters']['backend']}"
     yield f"  same tokens: {speed['same_tokens']} of {speed['prompts']} texts"

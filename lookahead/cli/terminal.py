@@ -24,12 +24,17 @@ from rich.text import Text
 import lookahead
 from lookahead.cli.options import FASTEST, DeviceOptions, DraftingOptions, ModelOptions
 from lookahead.documents.inputs import Input, find_inputs
-from lookahead.errors import LookaheadError, PromptTooLongError, is_out_of_memory, one_line
+from lookahead.errors import ConfigError, LookaheadError, PromptTooLongError, is_out_of_memory, one_line
 from lookahead.loading import loading
+from lookahead.loading.checkpoints import reads_sound
 
 MAX_SKIPPED_FILES = 20  # files that are named
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line breaks
 
+_COMMANDS = {
+    "sound": "'lookahead transcribe' transcribes it",
+    "text": "'lookahead generate' answers a prompt with it",
+}  # by what a model reads
 _LEAST_GAIN = 1.1  # of bf16, below which the type that "auto" takes stays
 
 
@@ -149,15 +154,20 @@ def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[st
     return drawn
 
 
-def load(options: ModelOptions, model: str | None = None, *, measures_costs: bool = True) -> loading.LoadedModel:
+def load(
+    options: ModelOptions, model: str | None = None, *, measures_costs: bool = True, reads: str = "text"
+) -> loading.LoadedModel:
     """Load a model, or another one in the same way, and its step costs, with a status line meanwhile.
 
-    It is located before torch is imported. Costs that no file holds are measured quickly, and saved, if asked for.
+    It is located before torch is imported. Costs that no file holds are measured quickly, and saved, if asked for. A
+    model that does not read `reads`, "text" or "sound", is refused with the command for it; "any" takes both.
     """
     name = options.model if model is None else model
     location, _ = loading.locate_model(name)
     with _without_collection(), console(sys.stderr).status("loading the model") as shown:
         prepare(options, location, shown.update)
+        if reads not in ("any", kind := "sound" if reads_sound(loading.load_config(name)) else "text"):
+            raise ConfigError(f"model {name!r} reads {kind}: {_COMMANDS[kind]}")
     with _without_collection(), console(sys.stderr).status("loading the model") as shown:
         loaded = _load_fastest(options, name) if options.dtype == FASTEST else _load(options, name, options.dtype)
         with warnings.catch_warnings():

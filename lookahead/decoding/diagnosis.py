@@ -25,6 +25,7 @@ from lookahead.kernels import scalars
 from lookahead.kernels.microkernel import FEATURES
 from lookahead.loading.loading import LoadedModel
 from lookahead.loading.quantized import QuantizedLinear, weight_count
+from lookahead.model.facts import reads_text
 from lookahead.model.model_state import state_of
 from lookahead.model.private_names import missing_names
 from lookahead.ngram import search
@@ -42,6 +43,7 @@ EXTRAS = {
     "ray": "lookahead summarize --ray",
     "remote": "documents at https and s3 URLs",
     "serve": "lookahead serve",
+    "speech": "lookahead transcribe",
     "tables": "Parquet files",
     "train": "lookahead train",
 }
@@ -142,7 +144,8 @@ def _is_writable(folder: Path) -> bool:
 
 def model_facts(loaded: LoadedModel) -> Facts:
     """The properties of a model, the paths that serve it, and its speed with and without drafts."""
-    model, speed = loaded.model, _speed(loaded)
+    model = loaded.model
+    speed = _speed(loaded) if reads_text(model) else None
     return {
         "name": model.name_or_path,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -204,6 +207,7 @@ def faults(facts: Facts) -> list[str]:
     if names := facts["missing_names"]:
         found.append(f"nothing is drafted, as torch or transformers lack {', '.join(names)}")
     model = facts.get("model")
-    if model is not None and model["dtype"] == "float32" and model["speed"]["same_tokens"] < model["speed"]["prompts"]:
+    speed = None if model is None or model["dtype"] != "float32" else model["speed"]
+    if speed is not None and speed["same_tokens"] < speed["prompts"]:
         found.append("the tokens differ from model.generate in float32: please report it")
     return found

@@ -117,9 +117,10 @@ def check_options(
     """
     validate_model(model)
     if kind_of(model).has_encoder and not reads_text(model):
+        command = ", or 'lookahead transcribe'" if model.config.model_type == "whisper" else ""
         raise UnsupportedModelError(
             f"{type(model).__name__} reads {model.main_input_name}, not text: call model.generate under "
-            "lookahead.enable(model)"
+            f"lookahead.enable(model){command}"
         )
     if config is not None:
         check_config("config", config)

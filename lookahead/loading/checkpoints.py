@@ -21,9 +21,18 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 def auto_class(config: Any) -> Any:
     """The transformers class that loads the language model of a configuration."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
+    if reads_sound(config):
+        return AutoModelForSpeechSeq2Seq
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def reads_sound(config: Any) -> bool:
+    """Whether the encoder of a configuration reads speech, as Whisper's does."""
+    from transformers import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+
+    return type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lookahead.documents.byte_sources import in_time
 from lookahead.errors import ConfigError, UnsupportedModelError, first_line, one_line
-from lookahead.loading.checkpoints import load_weights, no_bars
+from lookahead.loading.checkpoints import load_weights, no_bars, reads_sound
 from lookahead.loading.early_checks import LONG_NAMES, check_names
 from lookahead.loading.gguf_files import convert_once, is_gguf
 from lookahead.loading.gguf_plan import has_plan, planned_once
@@ -45,7 +45,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 
 
 class LoadedModel(NamedTuple):
-    """A model with its tokenizer."""
+    """A model with its tokenizer; a speech model, such as Whisper, with its processor instead."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ def load(
     device: str | None = None,
     quantize: str | None = None,
 ) -> LoadedModel:
-    """Load a causal or encoder-decoder language model and its tokenizer, ready to generate.
+    """Load a causal, encoder-decoder or speech model and its tokenizer or processor, ready to generate.
 
     The configuration and the tokenizer of a GGUF file, such as the default model's, are read by the first call and kept
     in the platform's cache folder.
@@ -76,7 +76,7 @@ def load(
             tokens than the original; lookahead does not change the tokens of the quantized model.
 
     Returns:
-        The model and the tokenizer: `model, tokenizer = lookahead.load("FILE.gguf")`.
+        The model and the tokenizer: `model, tokenizer = lookahead.load("FILE.gguf")`; of a speech model its processor.
 
     Raises:
         ConfigError: The dtype is unknown, the device does not exist, or the weights cannot be quantized this way.
@@ -88,7 +88,7 @@ def load(
     location, is_local = locate_model(name)
     target = resolve_device(device)
     chosen: Any = resolve_dtype(dtype, target, quantize)
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     from lookahead.loading.quantized import OWN_BLOCKS, resolve_quantize
 
@@ -98,8 +98,8 @@ def load(
     options: dict[str, Any] = {"local_files_only": is_local, "trust_remote_code": False}
     loaded: Any
     with no_bars(), _loading(f"model {name!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         config = AutoConfig.from_pretrained(folder, **options)
+        tokenizer = (AutoProcessor if reads_sound(config) else AutoTokenizer).from_pretrained(folder, **options)
         if quantization is not None and getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"its weights come quantized already; quantize must be None, got {quantize!r}")
         if is_gguf(location) and has_plan(folder):

@@ -54,6 +54,7 @@ EXTENDED = {
         "lookahead/*/quantized*.py",
         "lookahead/*/foreign_layers.py",
     ),
+    "tests/test_transcribe.py": ("lookahead/cli/*", "lookahead/decoding/transcription.py", "lookahead/documents/*"),
     "tests/test_speech.py": (
         "lookahead/backend/*",
         "lookahead/decoding/*",

@@ -1,0 +1,59 @@
+"""Sound files, and folders of them, as samples for a speech model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead.errors import DocumentError, one_line
+
+SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".au", ".caf", ".w64")
+"""Formats of libsndfile. `ffmpeg -i FILE out.flac` makes one of any other sound or film."""
+
+_EXTRA = "reading sound needs soundfile and soxr: pip install 'lookahead-decoding[speech]'"
+
+
+def find_sounds(arguments: Sequence[str]) -> list[Path]:
+    """The files of arguments, each once: files as they are named, and the sounds in folders and below, sorted.
+
+    DocumentError if a file does not exist, or a folder has no sound.
+    """
+    paths: dict[Path, None] = {}
+    for argument in arguments:
+        path = Path(os.path.expanduser(argument))
+        sounds = [path]
+        if path.is_dir():
+            sounds = sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file())
+            if not sounds:
+                raise DocumentError(f"{argument}: no sound in this folder; known suffixes are {' '.join(SUFFIXES)}")
+        elif not path.is_file():
+            raise DocumentError(f"{argument}: no such file")
+        paths |= dict.fromkeys(sounds)
+    return list(paths)
+
+
+def read_sound(path: Path, rate: int) -> NDArray[np.float32]:
+    """The samples of a sound, float32 `[samples]` at `rate` samples per second; channels are averaged.
+
+    DocumentError if the file cannot be read as sound, is empty, or a package is missing.
+    """
+    try:
+        import soundfile
+        import soxr
+    except ImportError as error:
+        raise DocumentError(_EXTRA) from error
+    try:
+        samples, own_rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        what = one_line(error).rpartition(": ")[2].rstrip(".")
+        raise DocumentError(
+            f"{path}: cannot be read as sound: {what}; 'ffmpeg -i FILE out.flac' converts it"
+        ) from error
+    if not len(samples):
+        raise DocumentError(f"{path}: the sound is empty")
+    mono: NDArray[np.float32] = soxr.resample(samples.mean(axis=1), own_rate, rate).astype(np.float32)
+    return mono
