@@ -25,7 +25,7 @@ from lookahead.model.state_scope import mixers_of
 from lookahead.plugins.draft_models.draft_model import DraftModel, DraftModelState, DraftRow, ModelProposer
 from lookahead.utils.seams import register
 
-_KIND, _OF_HEAD = QUANTIZED["int4"].kind, "int8"  # the head decides between tokens
+_KIND = QUANTIZED["int4"].kind  # of a large LM head too: 8 bits would agree a little oftener, and take longer
 _MOST_READ = 0.75  # bytes of the copy's weights, as a share of the model's, above which it is not worth its passes
 _DEPTH, _CHILDREN, _WIDTH = 8, 3, 1
 _SHARPNESS = 4  # the copy agrees with the model's choice far more often than its probability says
@@ -66,12 +66,9 @@ class SelfDraft(DraftModel):
             ProposerError: The model can have none; the message says why.
         """
         _check(model)
-        head, sizes = model.get_output_embeddings(), dict[int, int]()
-        for layer in model.modules():
-            if type(layer) is nn.Linear:
-                kind = FORMATS[_OF_HEAD if layer is head else _KIND]
-                sizes[id(layer.weight)] = layer.weight.numel() * kind.nbytes // kind.inputs
-        return sum(sizes.values())
+        weights = {id(layer.weight): layer.weight for layer in model.modules() if type(layer) is nn.Linear}
+        kind = FORMATS[_KIND]
+        return sum(weight.numel() * kind.nbytes // kind.inputs for weight in weights.values())
 
     def __call__(self, call: Call) -> SelfProposer:
         """Make the proposer of one call; what the model can read in one pass, its copy can."""
@@ -146,10 +143,9 @@ def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
     _check(model)
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     copied = copy.deepcopy(model, shared).requires_grad_(False)
-    head = copied.get_output_embeddings()
     try:
         known = _layers_of_transformers(copied)
-        quantize_linears(copied, lambda layer: (_OF_HEAD if layer is head else _KIND) if layer in known else "")
+        quantize_linears(copied, lambda layer: _KIND if layer in known else "")
     except UnsupportedModelError as error:
         raise _refused(model, str(error)) from error
     own, copies = map(_bytes_read, (model, copied))
