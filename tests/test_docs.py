@@ -55,6 +55,7 @@ NOT_RUN = {
     ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
     ("docs/drop-in.md", 'model = AutoModelForImageTextToText.from_pretrained("PATH_OR_ID")'),
     ("docs/drop-in.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
+    ("docs/models.md", "lookahead models --suggest"),
     ("docs/speech.md", "pip install 'lookahead-decoding[speech]'"),
     ("docs/speech.md", "model, processor ="),
     ("docs/serving.md", "pip install 'lookahead-decoding[serve]'"),

@@ -56,7 +56,7 @@ OF_INNER_MODULES: dict[str, set[str]] = {
         "backend.cpu.product_choice", "backend.self_check", "config", "decoding.comparison", "decoding.diagnosis",
         "decoding.memory_building", "decoding.prompts", "decoding.session_file", "decoding.text_stream",
         "decoding.transcription", "loading.checkpoints", "loading.early_checks", "loading.loading",
-        "loading.local_models", "loading.quantized", "ngram.memory_file", "ngram.pool_file",
+        "loading.local_models", "loading.suggested_models", "loading.quantized", "ngram.memory_file", "ngram.pool_file",
         "plugins.grammar.grammar_text", "plugins.heads.training.train_heads", "plugins.heads.training.train_inputs",
         "proposers.memory_files", "proposers.pool_files",
     },

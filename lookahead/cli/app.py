@@ -17,14 +17,14 @@ from lookahead.cli.doctor import doctor
 from lookahead.cli.draft_files import memory_app, pool_app
 from lookahead.cli.generate import generate
 from lookahead.cli.measure import explain, train
-from lookahead.cli.models import models
+from lookahead.cli.models import models, pull
 from lookahead.cli.serve import serve
 from lookahead.cli.summarize import report, summarize
 from lookahead.cli.terminal import raise_on_sigterm
 from lookahead.cli.transcribe import transcribe
 
 app = App(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
-for command in (summarize, generate, chat, transcribe, serve, bench, explain, train, report, models, doctor):
+for command in (summarize, generate, chat, transcribe, serve, bench, explain, train, report, models, pull, doctor):
     app.add(command)
 app.add_typer(pool_app, name="pool")
 app.add_typer(memory_app, name="memory")

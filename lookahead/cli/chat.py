@@ -15,7 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from lookahead.cli.options import DraftingOptions, ModelOptions, SamplingOptions, new_tokens_option, option
-from lookahead.cli.terminal import console, harmless, load, memory_file_saved_at_exit, say, show_line
+from lookahead.cli.terminal import (
+    console,
+    harmless,
+    load,
+    memory_file_saved_at_exit,
+    say,
+    show_line,
+    tell_if_demonstration,
+)
 from lookahead.config import check_seed
 from lookahead.errors import ConfigError, PromptError, SessionError, count
 
@@ -84,6 +92,7 @@ def chat(options: ChatOptions) -> None:
         conversation.restore(messages)
     if options.seed is not None:
         torch.manual_seed(options.seed)
+    tell_if_demonstration(options.model)
     with memory_file_saved_at_exit(options, loaded.model):
         are_answered = Chat(conversation, options.max_new_tokens, session).run()
     if not are_answered:

@@ -1,4 +1,4 @@
-"""The command `lookahead models`."""
+"""The commands `lookahead models` and `lookahead pull`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from dataclasses import asdict, dataclass
 from rich.filesize import decimal
 
 from lookahead.cli.options import option
-from lookahead.cli.terminal import console, harmless
+from lookahead.cli.terminal import console, harmless, say, show_line, table
+from lookahead.errors import ConfigError
+from lookahead.loading import loading
+from lookahead.loading.suggested_models import choose_default, default_name, suggestions
+from lookahead.loading.suggested_models import pull as download
 
 _BREAKS = dict.fromkeys(map(ord, "\t\n\u2028\u2029"), "\ufffd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsOptions:
+    suggest: bool = option(False, "List models of the Hub that fit this machine's memory, with an estimate of speed.")
+    default: str | None = option(
+        None, "Take this model from now on where a command names none; smollm2 undoes it.", metavar="NAME"
+    )
+    device: str | None = option(None, "Device of --suggest: cpu, cuda, ... (default: a GPU if there is one)")
     as_json: bool = option(False, "Print one JSON object a line.", "--json")
 
 
@@ -23,21 +32,91 @@ def models(options: ModelsOptions) -> None:
     """List the models on this machine, one a line: names for --model, sizes, types and places.
 
     The list has the default model, the models in the cache of the Hugging Face Hub, and converted GGUF files. To use
-    another folder or file, pass its path.
+    another folder or file, pass its path. A model of the Hub's cache has its name without the owner too.
 
     For example:
 
       lookahead models
+      lookahead models --suggest
+      lookahead models --default Qwen/Qwen2.5-1.5B-Instruct
       lookahead models --json
     """
     from lookahead.loading.local_models import local_models
 
+    if options.default is not None:
+        file = choose_default(options.default)
+        show_line(sys.stderr, f"commands that name no model take {default_name()}, as {file} says")
+        return
+    if options.suggest:
+        _suggest(options)
+        return
+    default = default_name()
     for model in local_models():
         if options.as_json:
-            print(json.dumps(asdict(model)))
+            print(json.dumps(asdict(model) | {"is_default": model.name == default}))
             continue
         where = "" if model.path == model.name else model.path
-        row = model.name, decimal(model.bytes), model.dtype or "", where
+        row = model.name, decimal(model.bytes), model.dtype or "", where, "(default)" if model.name == default else ""
         # A line for each, however long: a program reads lines, and a terminal breaks them.
         line = "  ".join(text for text in row if text)
         console(sys.stdout).print(harmless(line).translate(_BREAKS), soft_wrap=True)
+
+
+def _suggest(options: ModelsOptions) -> None:
+    """Print the models that fit, by the memory and the measured bandwidth of the device."""
+    import lookahead
+
+    device = loading.resolve_device(options.device)
+    with console(sys.stderr).status("measuring the memory"):
+        machine = lookahead.diagnose(device, "auto")["machine"]
+    import torch
+
+    is_cpu = device.type == "cpu"
+    memory = machine["free_memory"] if is_cpu else torch.cuda.mem_get_info(device)[0]
+    if memory is None:
+        raise ConfigError("the free memory of this machine is not known")
+    fitting = list(suggestions(memory, machine["bytes_per_s"], is_cpu=is_cpu))
+    if options.as_json:
+        for each in fitting:
+            print(json.dumps(asdict(each)))
+        return
+    rows = [
+        {
+            "model": each.name,
+            "type": each.dtype if each.dtype == "bf16" else f"--quantize {each.dtype}",
+            "memory": decimal(each.bytes),
+            "tokens/s,\nestimated": f"{each.tokens_per_s:.0f}"
+            if each.tokens_per_s >= 10
+            else f"{each.tokens_per_s:.1f}",
+        }
+        for each in fitting
+    ]
+    console(sys.stdout).print(table(rows))
+    speed = f"{machine['bytes_per_s'] / 1e9:.0f} GB/s"
+    show_line(
+        sys.stdout,
+        f"{decimal(memory)} are free. The speed is an estimate of plain decoding, which reads all weights for a token, "
+        f"at the {speed} measured here; drafts give more where text repeats. 'lookahead pull NAME' downloads a model, "
+        "and 'lookahead models --default NAME' makes it yours.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullOptions:
+    name: str = option(help="OWNER/NAME or hf://OWNER/NAME/FILE.gguf.", argument=True, metavar="NAME")
+
+
+def pull(options: PullOptions) -> None:
+    """Download a model of the Hugging Face Hub, or the rest of one; every file is checked.
+
+    The licence and the size are shown first. After an interrupt the same command continues.
+
+    For example:
+
+      lookahead pull Qwen/Qwen2.5-1.5B-Instruct
+      lookahead pull hf://OWNER/NAME/FILE.gguf
+
+    Exit status: 0 the model is here; 2 it cannot be downloaded; 130 interrupted, and the same command continues.
+    """
+    folder = download(options.name, lambda line: say("note", line))
+    show_line(sys.stderr, f"{options.name}: {folder}")

@@ -19,7 +19,8 @@ from lookahead.documents.byte_sources import STDIN, opened
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError, HeadsError, PromptError, pool_errors
 from lookahead.loading.early_checks import check_names
-from lookahead.loading.loading import DEFAULT_MODEL, resolve_device
+from lookahead.loading.loading import resolve_device
+from lookahead.loading.suggested_models import default_name
 from lookahead.utils.replacing import check_folder
 
 INPUTS = (
@@ -99,7 +100,7 @@ class ModelOptions(DeviceOptions):
     panel: ClassVar[str] = "Model"
 
     dtype: str = fastest_option()
-    model: str = model_option(DEFAULT_MODEL)
+    model: str = model_option(default_name())
 
 
 @dataclass(frozen=True, kw_only=True)

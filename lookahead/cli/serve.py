@@ -14,7 +14,8 @@ from typing import Any, Literal
 from lookahead.cli.options import DeviceOptions, DraftingOptions, model_option, new_tokens_option, option
 from lookahead.cli.terminal import console, memory_file_saved_at_exit, prepare, say
 from lookahead.errors import ConfigError
-from lookahead.loading.loading import DEFAULT_MODEL, locate_model
+from lookahead.loading.loading import locate_model
+from lookahead.loading.suggested_models import default_name
 
 _PACKAGES = "fastapi", "prometheus_client", "pydantic", "uvicorn"
 
@@ -74,7 +75,7 @@ def serve(options: ServeOptions) -> None:
         raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'lookahead-decoding[serve]'")
     if options.models and options.model:
         raise ConfigError("name models as arguments or by --model, got both")
-    names = options.models or options.model or [DEFAULT_MODEL]
+    names = options.models or options.model or [default_name()]
     locations = [locate_model(name)[0] for name in names]
     if options.memory is not None and len(names) > 1:
         raise ConfigError(f"memory {options.memory} is that of one model: name one model to serve")

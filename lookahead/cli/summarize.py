@@ -27,6 +27,7 @@ from lookahead.cli.terminal import (
     show_line,
     status_of,
     table,
+    tell_if_demonstration,
     usage_errors,
 )
 from lookahead.documents.byte_sources import MEGABYTE
@@ -126,6 +127,7 @@ def summarize(options: SummarizeOptions) -> None:
                 summarizer.warm_up()
             if options.dry_run:
                 raise typer.Exit(_estimate(options, documents, summarizer))
+        tell_if_demonstration(options.model)
         known = count_documents(sources)
         total = min((number for number in (known, options.limit) if number is not None), default=None)
         is_stdout, is_text = options.output is None, _prints_text(options)

@@ -259,8 +259,22 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
         raise UnsupportedModelError(
             f"model {model!r} does not exist: looked for the {kind} {path.absolute()}{_did_you_mean(model, files)}"
         )
+    model = _with_owner(model, files[-1])
     _check_hub(model, tuple(files))
     return model, False
+
+
+def _with_owner(model: str, file: str) -> str:
+    """The name on the Hub of a model that is named without its owner, if exactly one in the cache is called so."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if "/" in model or _cached(model, model, file) is not None:
+        return model
+    names = (path.name.removeprefix("models--").split("--", 1) for path in Path(HF_HUB_CACHE).glob("models--*--*"))
+    found = [f"{owner}/{name}" for owner, name in sorted(names) if name.lower() == model.lower()]
+    if len(found) > 1:
+        raise UnsupportedModelError(f"model {model!r} is one of {', '.join(found)}: name it with its owner")
+    return found[0] if found else model
 
 
 def _locate_on_hub(model: str, files: Sequence[str]) -> tuple[str, bool]:
