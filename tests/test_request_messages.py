@@ -7,9 +7,11 @@ import json
 import pytest
 
 from lookahead.serving.api_errors import ApiError
-from lookahead.serving.request_schemas import ChatBody, CompletionBody, parsed
+from lookahead.serving.parsing import parsed
+from lookahead.serving.request_schemas import ChatBody, CompletionBody
 
 TEXT = {"type": "text", "text": "a"}
+PARTS = "Input should be 'text', 'input_text', 'output_text', 'reasoning_text' or 'summary_text'"
 OBJECTS = "Input should be a valid string or a valid array"
 ITEMS = "Input should be a valid string or a valid integer or a valid array"
 
@@ -46,8 +48,8 @@ def test_of_a_text_or_several_what_was_sent_is_told_apart(stop, expected):
         (5, f"content: {OBJECTS}, got 5"),
         (TEXT, f"content: {OBJECTS}, got {TEXT}"),
         (["a"], "content.0: Input should be an object, got 'a'"),
-        ([{"type": "image_url", "image_url": {}}], "content.0.type: Input should be 'text', got 'image_url'"),
-        ([TEXT, {"type": "input_audio"}], "content.1.type: Input should be 'text', got 'input_audio'"),
+        ([{"type": "image_url", "image_url": {}}], f"content.0.type: {PARTS}, got 'image_url'"),
+        ([TEXT, {"type": "input_audio"}], f"content.1.type: {PARTS}, got 'input_audio'"),
         ([{"type": "text"}], "content.0.text: Field required"),
         ([{"type": "text", "text": 5}], "content.0.text: Input should be a valid string, got 5"),
         ([{**TEXT, "shade": {}}], "content.0.shade: unknown field"),

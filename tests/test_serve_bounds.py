@@ -15,7 +15,8 @@ import pytest
 from lookahead.decoding.prompts import PromptReader
 from lookahead.plugins.grammar.grammar import Grammar
 from lookahead.serving import service
-from lookahead.serving.request_schemas import ChatBody, CompletionBody, parsed
+from lookahead.serving.parsing import parsed
+from lookahead.serving.request_schemas import ChatBody, CompletionBody
 from lookahead.serving.timed_workers import TimedWorkers
 from lookahead.serving.translation import Translator
 from tests.support.running_server import folder, server

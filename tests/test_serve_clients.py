@@ -13,7 +13,8 @@ import lookahead
 from lookahead.cli.app import app
 from lookahead.cli.serve import ServeOptions, _keys
 from lookahead.errors import ConfigError
-from lookahead.serving.request_schemas import ChatBody, parsed
+from lookahead.serving.parsing import parsed
+from lookahead.serving.request_schemas import ChatBody
 from lookahead.serving.served_models import ServedModels
 from tests.support.running_server import Running, folder, server
 

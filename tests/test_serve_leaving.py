@@ -16,7 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.forms import AnswerForm
-from lookahead.serving.request_schemas import CompletionBody, parsed
+from lookahead.serving.parsing import parsed
+from lookahead.serving.request_schemas import CompletionBody
 from lookahead.serving.served_models import ServedModels
 from lookahead.serving.service import Service
 from tests.support.running_server import LONG, folder, server, wait_until_idle

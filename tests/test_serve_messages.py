@@ -130,8 +130,10 @@ TEXT = {"type": "text", "text": "short"}
 
 
 def test_tokens_are_counted_as_they_are_read(server, messages):
-    asked = of(server, system="be short", tools=FORCED["tools"])
+    asked = of(server, system="be short " * 9, tools=FORCED["tools"])
+    messages.create(**asked)
     whole = messages.create(**asked).usage
+    assert whole.cache_read_input_tokens > 9
     del asked["max_tokens"], asked["extra_body"]
     assert messages.count_tokens(**asked).input_tokens == whole.input_tokens + whole.cache_read_input_tokens
 

@@ -84,6 +84,7 @@ def test_a_function_is_called(server, streams):
         assert "".join(deltas) == done.arguments == got.output[0].arguments
     else:
         got = ask(server, **FORCED)
+    assert (got.tools[0].name, got.tool_choice.name) == ("f", "f")
     (call,) = got.output
     assert (call.type, call.name, got.status) == ("function_call", "f", "completed")
     assert json.loads(call.arguments)["x"] in ("a", "b") and call.call_id

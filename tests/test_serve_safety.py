@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli.app import app
-from lookahead.serving.request_schemas import ChatBody, parsed
+from lookahead.serving.parsing import parsed
+from lookahead.serving.request_schemas import ChatBody
 from tests.support.running_server import LONG, Running, folder, server, wait_until_idle
 
 __all__ = ["folder", "server"]  # fixtures

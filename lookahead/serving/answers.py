@@ -21,7 +21,7 @@ class Choice:
     """One output of an answer, as it grows.
 
     Args:
-        stops: Texts that end it.
+        stops: Finds the texts that end it.
         reader: Reads its tool calls; None if it can have none.
 
     Attributes:
@@ -31,8 +31,8 @@ class Choice:
         stats: Its counters.
     """
 
-    def __init__(self, stops: Sequence[str], reader: CallReader | None = None) -> None:
-        self._stops, self.reader, self.text, self.tokens = StopTexts(stops), reader, "", 0
+    def __init__(self, stops: StopTexts, reader: CallReader | None = None) -> None:
+        self._stops, self.reader, self.text, self.tokens = stops, reader, "", 0
         self.logprobs = list[TokenLogprobs]()
         self.offset = 0  # characters of the tokens with reported log-probabilities
         self.finish_reason: str | None = None
@@ -72,7 +72,8 @@ class Answer:
         body: The request.
         model: The model name in the answer.
         tokenizer: The tokenizer.
-        prompt_tokens: Tokens of each of its prompts.
+        prompts: Token ids of each of its prompts.
+        logprobs: Those of each prompt, if requested.
     """
 
     def __init__(
@@ -80,17 +81,30 @@ class Answer:
         body: ChatBody | CompletionBody,
         model: str,
         tokenizer: PreTrainedTokenizerBase,
-        prompt_tokens: Sequence[int],
+        prompts: Sequence[list[int]],
+        logprobs: Sequence[list[TokenLogprobs]] = (),
     ) -> None:
-        self._body, self._tokenizer, self._prompt_tokens, self.model = body, tokenizer, prompt_tokens, model
+        self._body, self._tokenizer, self._prompts, self.model = body, tokenizer, prompts, model
+        self._prompt_logprobs = logprobs
         self._is_chat = isinstance(body, ChatBody)
         names, forced = list[str](), body.forced_tools if isinstance(body, ChatBody) else None
         if isinstance(body, ChatBody) and body.tool_choice != "none":
             names = [tool.function.name for tool in forced or body.tools or []]
         self.choices = [
-            Choice(body.stops, CallReader(names, is_forced=forced is not None) if names else None)
-            for _ in range(len(prompt_tokens) * body.choices)
+            Choice(
+                StopTexts(body.stops, keeps=body.include_stop_str_in_output),
+                CallReader(names, is_forced=forced is not None) if names else None,
+            )
+            for _ in range(len(prompts) * body.choices)
         ]
+        for i, choice in enumerate(self.choices):
+            at = i // body.choices
+            if isinstance(body, CompletionBody) and body.echo:
+                texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+                choice.text = texts[at] if texts else str(tokenizer.decode(prompts[at]))
+                choice.logprobs += logprobs[at] if body.logprobs is not None else []
+            if body.max_tokens == 0:
+                choice.finish_reason = "length"
         kind = "chat.completion" if self._is_chat else "text_completion"
         name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
@@ -98,12 +112,13 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """The whole answer, after all its outputs have ended."""
         choices = [self._choice(i, each) for i, each in enumerate(self.choices)]
-        return {**self._head, "choices": choices, "usage": self.usage()}
+        told = {"prompt_logprobs": choices[0]["prompt_logprobs"]} if self._is_chat and self._prompt_logprobs else {}
+        return {**self._head, "choices": choices, "usage": self.usage(), **told}
 
     def usage(self) -> dict[str, Any]:
         """Token counts; drafting counters are under `lookahead`."""
         stats = total([choice.stats for choice in self.choices])
-        prompt, new = sum(self._prompt_tokens), sum(choice.tokens for choice in self.choices)
+        prompt, new = sum(map(len, self._prompts)), sum(choice.tokens for choice in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
@@ -124,9 +139,10 @@ class Answer:
 
     def begin(self) -> list[dict[str, Any]]:
         """The first chunks of a stream."""
-        if not self._is_chat:
-            return []
-        return [self._chunk(i, {"role": "assistant", "content": ""}, None, []) for i in range(len(self.choices))]
+        if self._is_chat:
+            return [self._chunk(i, {"role": "assistant", "content": ""}, None, []) for i in range(len(self.choices))]
+        begun = [(i, each) for i, each in enumerate(self.choices) if each.text or each.finish_reason]
+        return [self._chunk(i, {"content": each.text}, each.finish_reason, each.logprobs) for i, each in begun]
 
     def add(self, i: int, update: Update) -> list[dict[str, Any]]:
         """Add an update of an output; returns its chunks for a stream."""
@@ -163,6 +179,9 @@ class Answer:
         told = self._logprobs(choice, choice.logprobs) if choice.logprobs else None
         made: dict[str, Any] = {"index": i, "finish_reason": choice.finish_reason, "logprobs": told}
         made["stop_reason"] = choice.stop
+        if self._body.prompt_logprobs is not None:
+            read = self._prompt_logprobs[i // self._body.choices]
+            made["prompt_logprobs"] = [None, *(self._of_prompt(each) for each in read[1:])]
         if not self._is_chat:
             return made | {"text": choice.text}
         text = choice.text if choice.reader is None else choice.reader.text
@@ -178,15 +197,26 @@ class Answer:
         return {
             "tokens": texts,
             "token_logprobs": [each.logprob for each in found],
-            "top_logprobs": [{self._text(token): log for token, log in each.top} for each in found],
+            "top_logprobs": [
+                None if each.logprob is None else {self._text(token): log for token, log in each.top} for each in found
+            ],
             "text_offset": offsets,
+        }
+
+    def _of_prompt(self, each: TokenLogprobs) -> dict[str, Any]:
+        """A token of a prompt, in the words of vLLM."""
+        ranks = {token: at + 1 for at, (token, _) in enumerate(each.top)}
+        logprobs = dict([(each.token, each.logprob), *each.top[: self._body.prompt_logprobs]])
+        return {
+            str(token): {"logprob": log, "rank": ranks.get(token), "decoded_token": self._text(token)}
+            for token, log in logprobs.items()
         }
 
     def _entry(self, each: TokenLogprobs) -> dict[str, Any]:
         entry = self._named(each.token, each.logprob)
         return entry | {"top_logprobs": [self._named(token, log) for token, log in each.top]}
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text(token)
         # A token may be part of a character; its text then does not show its bytes.
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}

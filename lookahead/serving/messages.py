@@ -13,8 +13,8 @@ from pydantic import Field, TypeAdapter, model_validator
 from lookahead.serving.answers import Answer
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.forms import Event, PartsForm
+from lookahead.serving.parsing import Body
 from lookahead.serving.request_schemas import (
-    Body,
     ChatBody,
     Content,
     FunctionName,

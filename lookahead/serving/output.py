@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.decoding.request import Request
 from lookahead.decoding.text_pieces import TextPieces
 from lookahead.engine.row import Row
+from lookahead.errors import UnsupportedModelError
+from lookahead.model.facts import input_device, prefills_at_once
+from lookahead.model.model_kind import kind_of
 from lookahead.serving.requests import GenerationRequest, OnUpdate, TokenLogprobs, Update
 
+_PART = 512  # tokens of a prompt that are read at once
 _LEAST_LOG = -9999.0  # JSON has no infinity
 
 
@@ -54,12 +60,35 @@ class Output:
     def _logprobs(self, row: Row, tokens: list[int]) -> list[TokenLogprobs]:
         """Log-probabilities of new tokens, from the logits that the chooser kept; the logits are dropped."""
         kept: list[Tensor] = row.chooser.logits[row.place]
-        found = []
-        for token, logits in zip(tokens, kept, strict=True):
-            logs = torch.log_softmax(logits.float(), -1).clamp_min(_LEAST_LOG)
-            top = logs.topk(min(self._top or 0, len(logs)))
-            pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-            found.append(TokenLogprobs(token, float(logs[token]), pairs))
+        found = [_logprobs_of(token, logits, self._top or 0) for token, logits in zip(tokens, kept, strict=True)]
         kept.clear()
         row.chooser.scores[row.place].clear()
         return found
+
+
+@torch.inference_mode()
+def prompt_logprobs(model: PreTrainedModel, ids: list[int], top: int) -> list[TokenLogprobs]:
+    """The log-probabilities of a prompt's tokens, and `top` likely ones at each place.
+
+    A long prompt is read in parts, so that its logits take little memory; a thread may be interrupted between them.
+
+    Raises:
+        UnsupportedModelError: The model cannot read a prompt in parts.
+    """
+    causal_lm: Any = model
+    if kind_of(model).has_encoder or (len(ids) > _PART and prefills_at_once(model)):
+        raise UnsupportedModelError(f"{type(model).__name__} gives no log-probabilities of a prompt so long, or of any")
+    found, cache = [TokenLogprobs(ids[0], None, [])], None
+    for start in range(0, len(ids), _PART):
+        part = torch.tensor([ids[start : start + _PART]], device=input_device(model))
+        read = causal_lm(part, past_key_values=cache, use_cache=len(ids) > _PART)
+        cache = read.get("past_key_values")
+        following = ids[start + 1 : start + 1 + _PART]
+        found += [_logprobs_of(token, logits, top) for token, logits in zip(following, read.logits[0], strict=False)]
+    return found
+
+
+def _logprobs_of(token: int, logits: Tensor, top: int) -> TokenLogprobs:
+    logs = torch.log_softmax(logits.float(), -1).clamp_min(_LEAST_LOG)
+    best = logs.topk(min(top, len(logs)))
+    return TokenLogprobs(token, float(logs[token]), list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))

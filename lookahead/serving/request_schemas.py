@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StringConstraints,
-    ValidationError,
     model_validator,
 )
 
-from lookahead.serving.api_errors import ApiError, invalid
+from lookahead.serving.parsing import Body, parsed
 
 MAX_CHOICES = 128
-# Listing the errors of a million entries takes seconds.
-_MOST_FIELDS, _MOST_ENTRIES = 64, 1024
-_SHOULD = "Input should be "  # how pydantic's messages about types begin
+_MOST_ENTRIES = 1024
 _LEAST_TEMPERATURE = 1e-6  # smaller ones make scores overflow
 
 
@@ -47,26 +40,6 @@ OptionalText = Annotated[str, StringConstraints(max_length=200)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-
-
-class Body(BaseModel):
-    """A JSON object of a client, whose fields are known; those in `ignores` have no effect."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    ignores: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_fields(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if len(given) > _MOST_FIELDS:
-            raise ValueError(f"an object has at most {_MOST_FIELDS} fields here, got {len(given)}")
-        # An unknown field that is null is absent, as clients send what they got.
-        names = _names_of(cls)
-        return {
-            name: each for name, each in given.items() if name in names or not (each is None or name in cls.ignores)
-        }
 
 
 class TextPart(Body):
@@ -182,6 +155,16 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(Body):
+    """The form of the output, in the words of vLLM."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = None
+    grammar: Text | None = None
+
+
 class StreamOptions(Body):
     """Options of a stream."""
 
@@ -217,9 +200,15 @@ class GenerationBody(Body):
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
     regex: Text | None = None
     grammar: Text | None = None
     prediction: Prediction | None = None
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    truncate_prompt_tokens: int | None = Field(None, ge=1)
     lookahead: Drafting | None = None
     cache_salt: OptionalText | None = None
     # The others of these have no effect.
@@ -239,6 +228,11 @@ class GenerationBody(Body):
         return [self.stop] if self.stop and isinstance(self.stop, str) else list(self.stop or ())
 
     @property
+    def prompt_top(self) -> int | None:
+        """Number of likely tokens to report for each token of the prompt; None reports nothing."""
+        return self.prompt_logprobs
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -254,9 +248,15 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     reasoning_effort: Effort | None = None  # for templates
+
+    @property
+    def continues(self) -> bool:
+        """Whether the last message is continued, not answered."""
+        return self.messages[-1].role == "assistant"
 
     @property
     def forced_tools(self) -> list[Tool] | None:
@@ -272,8 +272,9 @@ class CompletionBody(GenerationBody):
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: Literal[False] | None = None
-    suffix: None = None
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool = False
+    suffix: str | None = None
     best_of: Literal[1] | None = None
 
     @property
@@ -281,6 +282,12 @@ class CompletionBody(GenerationBody):
         """The prompts, one or several: texts, or token ids."""
         is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return [self.prompt] if is_one else list(self.prompt)
+
+    @property
+    def prompt_top(self) -> int | None:
+        """As for a chat; an echo has log-probabilities too."""
+        wanted = [top for top in (self.prompt_logprobs, self.logprobs if self.echo else None) if top is not None]
+        return max(wanted, default=None)
 
 
 class TokenizeBody(Body):
@@ -307,77 +314,3 @@ def text_of(content: Content | None) -> str:
 def size_of(text: str) -> int:
     """Bytes of a text in UTF-8."""
     return len(text.encode("utf-8", "surrogatepass"))
-
-
-def parsed(kind: type[Any], body: bytes | dict[str, Any]) -> Any:
-    """Parse the request in a body, or check its fields; ApiError names the first invalid one."""
-    try:
-        return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-        first, reason = _of_fitting_branch(errors)
-        if first["type"] == "json_invalid":
-            raise ApiError(400, f"the body must be JSON: {first['msg']}", code="invalid_json") from None
-        field = ".".join(map(str, _path(first)))
-        got = "" if first["type"] in ("missing", "extra_forbidden") else f", got {shortened(first['input'])}"
-        raise invalid(field or None, f"{reason}{got}") from None
-
-
-def _of_fitting_branch(errors: Sequence[Any]) -> tuple[Any, str]:
-    """The first error, and its message.
-
-    A field that may have several types has errors of each. The first error of the type that the value fits is furthest
-    in the value, or is not about the type; if there is no such type, the message lists them all.
-    """
-    start = _path(errors[0])
-    at, branches = len(start), dict[tuple[Any, ...], Any]()
-    for each in errors:
-        if _path(each)[:at] == start:
-            branches.setdefault(each["loc"][at : at + 1], each)
-
-    def fit(error: Any) -> tuple[list[int], int, bool]:
-        inner = _path(error)[at:]
-        return [part for part in inner if isinstance(part, int)], len(inner), not _is_of_type(error)
-
-    best = max(branches.values(), key=fit)
-    if best["type"] == "extra_forbidden":
-        return best, "unknown field"
-    others = [branch["msg"] for branch in branches.values() if fit(branch) == fit(best)] if _is_of_type(best) else []
-    first, *more = dict.fromkeys(others or [best["msg"]])
-    return best, " or ".join([first.removeprefix("Value error, "), *(each.removeprefix(_SHOULD) for each in more)])
-
-
-def _is_of_type(error: Any) -> bool:
-    """Whether a value has another type than the branch of an error."""
-    is_other_literal = error["type"] == "literal_error" and not isinstance(error["input"], str)
-    return is_other_literal or error["type"].rpartition("_")[2] == "type"
-
-
-def _path(error: Any) -> list[str | int]:
-    """The fields and indices that lead to an error; the branches between are named after types."""
-    *outer, last = error["loc"] or [""]
-    path = [part for part in outer if isinstance(part, int) or part in _field_names()]
-    is_named = isinstance(last, int) or last in _field_names() or error["type"] == "extra_forbidden"
-    return [*path, last] if is_named else path
-
-
-@functools.cache
-def _field_names() -> frozenset[str]:
-    """The names of the fields of all bodies and their parts."""
-    kinds, names = [Body], set[str]()
-    while kinds:
-        kind = kinds.pop()
-        kinds += kind.__subclasses__()
-        names |= _names_of(kind)
-    return frozenset(names)
-
-
-@functools.cache
-def _names_of(kind: type[Body]) -> frozenset[str]:
-    return frozenset(field.alias or name for name, field in kind.model_fields.items())
-
-
-def shortened(value: object) -> str:
-    """The repr of a client's value, in at most 120 characters."""
-    shown = repr(value)
-    return shown if len(shown) <= 120 else f"{shown[:110]}...{shown[-6:]}"

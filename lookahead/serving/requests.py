@@ -60,10 +60,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token with its log-probability, and the most likely tokens at its position, by the model's logits."""
+    """A token with its log-probability, and the most likely tokens at its position, by the model's logits.
+
+    The first token of a prompt has none.
+    """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]]
 
 

@@ -13,14 +13,15 @@ from pydantic import Field, model_validator
 
 from lookahead.serving.api_errors import ApiError, invalid
 from lookahead.serving.forms import Event, PartsForm
+from lookahead.serving.parsing import Body
 from lookahead.serving.request_schemas import (
-    Body,
     ChatBody,
     Content,
     Effort,
     GenerationBody,
     JsonSchema,
     Message,
+    NamedTool,
     TextPart,
     Tool,
     ToolChoice,
@@ -148,12 +149,17 @@ class ResponsesForm(PartsForm):
 
     def __init__(self, body: ResponsesBody, model: str, keep: Callable[[str, Message], None]) -> None:
         super().__init__()
+        echoed = body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True)
+        if body.tools:
+            echoed["tools"] = [{"type": tool.type, **tool.function.model_dump()} for tool in body.tools]
+        if isinstance(body.tool_choice, NamedTool):
+            echoed["tool_choice"] = {"type": "function", "name": body.tool_choice.function.name}
         self._id, self._keep, self._numbers = f"resp_{uuid.uuid4().hex}", keep, itertools.count()
         self._head: dict[str, Any] = {
             "id": self._id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
             "incomplete_details": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True,
             "temperature": None, "tool_choice": "auto", "tools": [], "top_p": None, "truncation": "disabled",
-            "usage": None, **body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True),
+            "usage": None, **echoed,
         }  # fmt: skip
 
     def part(self, call: dict[str, Any] | None) -> dict[str, Any]:

@@ -19,12 +19,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from lookahead.serving.answers import Answer
-from lookahead.serving.api_errors import ApiError, shutting_down
+from lookahead.serving.api_errors import ApiError, invalid, shutting_down
 from lookahead.serving.decoding_loop import DecodingLoop, PlannedRequest
 from lookahead.serving.forms import AnswerForm, Event
 from lookahead.serving.metrics import Metrics
-from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody, parsed
-from lookahead.serving.requests import Ticket, Update
+from lookahead.serving.output import prompt_logprobs
+from lookahead.serving.parsing import parsed
+from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody
+from lookahead.serving.requests import Ticket, TokenLogprobs, Update
 from lookahead.serving.served_models import ServedModel, ServedModels
 from lookahead.serving.timed_workers import TimedWorkers
 from lookahead.serving.translation import as_api_error
@@ -68,7 +70,7 @@ class Service:
     def __init__(self, models: ServedModels, timeout_s: float) -> None:
         self.models, self._timeout_s = models, timeout_s
         self.metrics = Metrics(lambda: [(each.name, each.loop.figures()) for each in models.loaded])
-        self._readers = TimedWorkers(_READERS)
+        self._readers, self._scorers = TimedWorkers(_READERS), TimedWorkers(1)
 
     async def model(self, name: str | None, deadline: float) -> ServedModel:
         """The model of a request; waits while it loads."""
@@ -102,8 +104,16 @@ class Service:
             served = await self.model(body.model, turn.deadline)
             served.translator.check(body)
             planned = await self._apart(partial(_plan, served, body, client, salt), client, turn.deadline)
-            prompts = [len(each.request.ids) for each in planned]
-            turn.answer = Answer(body, body.model or served.name, served.tokenizer, prompts)
+            prompts, logprobs = [each.request.ids for each in planned], list[list[TokenLogprobs]]()
+            if (top := body.prompt_top) is not None:
+                if body.stream and body.prompt_logprobs is not None:
+                    raise invalid("prompt_logprobs", "are not streamed")
+                for ids in prompts:
+                    task, left = partial(prompt_logprobs, served.model, ids, top), _left(turn.deadline)
+                    logprobs.append(await self._scorers.run(task, left, client=client, wait_s=left))
+            turn.answer = Answer(body, body.model or served.name, served.tokenizer, prompts, logprobs)
+            if body.max_tokens == 0:
+                return turn
             queue = partial(_queue, turn, served.loop, planned, asyncio.get_running_loop())
             await self._apart(queue, client, turn.deadline, interrupts=False)
         except BaseException as error:
@@ -120,7 +130,8 @@ class Service:
 
     async def updates(self, turn: Turn) -> AsyncIterator[tuple[int, Update]]:
         """The updates of all outputs until the last has ended; ApiError if an output failed."""
-        choices, ended = turn.answer.choices, set[int]()
+        choices = turn.answer.choices
+        ended = {i for i, choice in enumerate(choices) if choice.finish_reason is not None}
         while len(ended) < len(choices):
             try:
                 i, update = await asyncio.wait_for(turn.updates.get(), _left(turn.deadline))

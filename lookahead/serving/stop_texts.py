@@ -1,4 +1,4 @@
-"""Texts that end an output and are not part of it."""
+"""Texts that end an output."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ class StopTexts:
 
     Args:
         stops: The stop texts.
+        keeps: Whether the stop text is part of the output.
 
     Attributes:
         stop: The one that was found.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held = stops, ""
+    def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
+        self._stops, self._keeps, self._held = stops, keeps, ""
         self.stop: str | None = None
 
     def put(self, piece: str, *, is_last: bool = False) -> str:
@@ -27,7 +28,7 @@ class StopTexts:
         ends = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if ends:
             end, self.stop = min(ends)
-            return self._held[:end]
+            return self._held[: end + len(self.stop) * self._keeps]
         keep = 0 if is_last else max((overlap(self._held, stop) for stop in self._stops), default=0)
         certain = self._held[: len(self._held) - keep]
         self._held = self._held[len(certain) :]

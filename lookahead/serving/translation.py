@@ -23,6 +23,7 @@ from lookahead.serving.request_schemas import (
     CompletionBody,
     GenerationBody,
     Message,
+    StructuredOutputs,
     TokenizeBody,
     Tool,
     size_of,
@@ -34,6 +35,10 @@ from lookahead.verification.stopping import end_tokens
 
 _TOKEN = re.compile("0|[1-9][0-9]{0,9}")  # one way to write each token
 _PLACES = {"logit_bias": "keys", "stop_token_ids": "entries"}
+_INFILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)  # fmt: skip
 _AS_THEY_ARE = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
@@ -99,7 +104,7 @@ class Translator:
             outputs = body.choices * (1 if isinstance(body, ChatBody) else len(prompts))
             if self._most_outputs is not None and outputs > self._most_outputs:
                 raise invalid("n", f"the server takes at most {self._most_outputs} outputs at once, got {outputs}")
-        if self._limit is None:
+        if self._limit is None or (not isinstance(body, TokenizeBody) and body.truncate_prompt_tokens):
             return
         sizes = [("prompt", self._least(prompt) if isinstance(prompt, str) else len(prompt)) for prompt in prompts]
         messages = () if isinstance(body, CompletionBody) else body.messages or ()
@@ -118,37 +123,45 @@ class Translator:
         """The request of a chat."""
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("top_logprobs", "is for logprobs=true")
-        tools = body.forced_tools
-        if tools is not None and not tools:
+        if body.forced_tools == []:
             names = [tool.function.name for tool in body.tools or []]
             raise invalid("tool_choice", f"must name one of the tools {names}, got {body.tool_choice!r}")
         kwargs = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
         kwargs |= body.chat_template_kwargs or {}
-        ids = self._render(body.messages, kwargs, None if body.tool_choice == "none" else body.tools)
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        schema: Any = None
-        prediction = self._prediction(body, most)
-        if tools:
-            schema = schema_of_call(tools)
-        elif body.response_format is not None and body.response_format.type == "json_object":
-            schema = {"type": "object"}
-        elif body.response_format is not None and body.response_format.type == "json_schema":
-            if body.response_format.json_schema is None:
-                raise invalid("response_format.json_schema", "is missing for the type 'json_schema'")
-            schema = body.response_format.json_schema.schema_
-        name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+        tools = None if body.tool_choice == "none" else body.tools
+        ids = self._render(body.messages, kwargs, tools, body.truncate_prompt_tokens)
+        for name, value in (("continue_final_message", body.continues), ("add_generation_prompt", not body.continues)):
+            if getattr(body, name) not in (None, value):
+                raise invalid(name, f"must be {value} here: a final message of the assistant is continued")
+        most, name = body.max_completion_tokens, "max_completion_tokens"
+        if most is None:
+            most, name = body.max_tokens, "max_tokens"
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return [self._request(body, ids, most, name, schema, logprobs, prediction)]
+        return [self._request(body, ids, most, name, logprobs)]
 
     def of_completion(self, body: CompletionBody) -> list[GenerationRequest]:
         """A request for every prompt."""
         if not body.prompts:
             raise invalid("prompt", "must hold a prompt, got none")
-        most, prediction = body.max_tokens, self._prediction(body, body.max_tokens)
-        return [
-            self._request(body, self._read(prompt), most, "max_tokens", None, body.logprobs, prediction)
-            for prompt in body.prompts
-        ]
+        if body.max_tokens == 0 and body.prompt_top is None and not body.echo:
+            raise invalid("max_tokens", "may be 0 only with echo or prompt_logprobs")
+        prompts, cut = body.prompts, body.truncate_prompt_tokens
+        if body.suffix is not None:
+            before, between, after = self._infill
+            if not all(isinstance(prompt, str) for prompt in prompts):
+                raise invalid("prompt", "must be text to be continued before a suffix")
+            prompts = [f"{before}{prompt}{between}{body.suffix}{after}" for prompt in prompts]
+        given = [self._read(prompt, cut) for prompt in prompts]
+        return [self._request(body, ids, body.max_tokens, "max_tokens", body.logprobs) for ids in given]
+
+    @property
+    def _infill(self) -> tuple[str, str, str]:
+        """The tokens before a prompt, between it and a suffix, and after that."""
+        known = self._tokenizer.get_added_vocab()
+        for tokens in _INFILL:
+            if all(token in known for token in tokens):
+                return tokens
+        raise invalid("suffix", "the model has no tokens for infilling that are known here")
 
     def tokens_of(self, body: TokenizeBody | ChatBody) -> list[int]:
         """The token ids of a text or a chat."""
@@ -157,11 +170,15 @@ class Translator:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "one of prompt and messages is needed")
         if body.messages is not None:
-            return self._render(body.messages, None, None)
+            return self._render(body.messages)
         return self._read(body.prompt or "", add_special_tokens=body.add_special_tokens)
 
     def _render(
-        self, messages: Sequence[Message], kwargs: dict[str, Any] | None, tools: Sequence[Tool] | None
+        self,
+        messages: Sequence[Message],
+        kwargs: dict[str, Any] | None = None,
+        tools: Sequence[Tool] | None = None,
+        cut: int | None = None,
     ) -> list[int]:
         kwargs = dict(kwargs or {})
         # Arguments that pad or cut prompts, or replace the template, are not template variables.
@@ -170,20 +187,23 @@ class Translator:
             if name in taken:
                 raise invalid(f"chat_template_kwargs.{name}", "cannot be set by clients")
         given = [_with_objects(message.for_template()) for message in messages]
-        ids = self._read(given, chat_template_kwargs=kwargs)
+        ids = self._read(given, cut, chat_template_kwargs=kwargs)
         if tools:
             kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-            without, ids = ids, self._read(given, chat_template_kwargs=kwargs)
+            without, ids = ids, self._read(given, cut, chat_template_kwargs=kwargs)
             if ids == without:
                 raise invalid("tools", "the chat template of the model takes none")
         if self._plain is not None and self._plain.holds_special(given):
-            return self._read(self._plain.ids(given, kwargs))
+            return self._read(self._plain.ids(given, kwargs), cut)
         return ids
 
-    def _read(self, prompt: Any, **options: Any) -> list[int]:
+    def _read(self, prompt: Any, cut: int | None = None, **options: Any) -> list[int]:
+        """The token ids of a prompt; with `cut` the last ones."""
         field = "messages" if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else "prompt"
         try:
-            return PromptReader(self._model, self._tokenizer, **options).read(prompt, 0)
+            reader = PromptReader(self._model, self._tokenizer, **options)
+            reader.limit = reader.limit if cut is None else None
+            return reader.read(prompt, 0)[-(cut or 0) :]
         except PromptTooLongError as error:
             raise _too_long(field, str(error)) from error
         except (ConfigError, PromptError) as error:
@@ -201,9 +221,7 @@ class Translator:
         ids: list[int],
         most: int | None,
         most_name: str,
-        schema: Any,
         logprobs: int | None,
-        prediction: list[int] | None,
     ) -> GenerationRequest:
         options: dict[str, Any] = {name: each for name in _AS_THEY_ARE if (each := getattr(body, name)) is not None}
         if options.get("top_k") == -1:
@@ -231,16 +249,15 @@ class Translator:
         if body.presence_penalty or body.frequency_penalty:
             penalties = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
             options["logits_processor"] = [CountPenalties(len(ids), *penalties)]
-        grammars = {"json_schema": schema, "regex": body.regex, "grammar": body.grammar}
-        if len(given := [name for name, each in grammars.items() if each is not None]) > 1:
-            raise invalid(given[1], f"cannot be combined with {given[0]}")
         return GenerationRequest(
-            ids=ids, options=options, choices=body.choices, seed=body.seed, prediction=prediction,
+            ids=ids, options=options, choices=body.choices, seed=body.seed, prediction=self._prediction(body, most),
             top_logprobs=logprobs, drafts=body.lookahead is None or body.lookahead.draft,
-            hidden_ends=body.stop_token_ids or (), **grammars,
+            hidden_ends=() if body.include_stop_str_in_output else body.stop_token_ids or (), **_grammar_of(body),
         )  # fmt: skip
 
     def _new_tokens(self, ids: list[int], most: int | None, name: str) -> int:
+        if most == 0:  # only the prompt is read
+            return 1
         room = self._most if self.context is None else max(0, min(self._most, self.context - len(ids)))
         if room == 0:
             message = f"the prompt has {len(ids)} tokens, and the model's context {self.context}: no token is left"
@@ -266,6 +283,32 @@ def as_api_error(error: BaseException) -> ApiError | None:
     if is_of_grammar or isinstance(error, ConfigError | PromptError | UnsupportedModelError):
         return invalid(None, str(error))
     return None
+
+
+def _grammar_of(body: GenerationBody) -> dict[str, Any]:
+    """The form that the output must have, as one of the fields of a `GenerationRequest`."""
+    form, outputs = body.response_format, body.structured_outputs or StructuredOutputs.model_construct()
+    schema, tools = None, body.forced_tools if isinstance(body, ChatBody) else None
+    if form is not None and form.type == "json_schema":
+        if form.json_schema is None:
+            raise invalid("response_format.json_schema", "is missing for the type 'json_schema'")
+        schema = form.json_schema.schema_
+    elif form is not None and form.type == "json_object":
+        schema = {"type": "object"}
+    choice = outputs.choice and "|".join(map(re.escape, outputs.choice))
+    forms = [
+        ("tool_choice", "json_schema", schema_of_call(tools) if tools else None),
+        ("response_format", "json_schema", schema), ("guided_json", "json_schema", body.guided_json),
+        ("regex", "regex", body.regex), ("grammar", "grammar", body.grammar),
+        ("structured_outputs.json", "json_schema", outputs.json_),
+        ("structured_outputs.json_object", "json_schema", {"type": "object"} if outputs.json_object else None),
+        ("structured_outputs.regex", "regex", outputs.regex), ("structured_outputs.choice", "regex", choice),
+        ("structured_outputs.grammar", "grammar", outputs.grammar),
+    ]  # fmt: skip
+    forms = [each for each in forms if each[2] is not None]
+    if len(forms) > 1:
+        raise invalid(forms[1][0], f"cannot be combined with {forms[0][0]}")
+    return {kind: value for _, kind, value in forms}
 
 
 def _too_long(field: str, message: str) -> ApiError:

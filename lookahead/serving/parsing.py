@@ -1,0 +1,108 @@
+"""Reads the bodies of requests: each field is honoured, or refused by its name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from lookahead.serving.api_errors import ApiError, invalid
+
+_MOST_FIELDS = 64  # listing the errors of a million takes seconds
+_SHOULD = "Input should be "  # how pydantic's messages about types begin
+
+
+class Body(BaseModel):
+    """A JSON object of a client, whose fields are known; those in `ignores` have no effect."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    ignores: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if len(given) > _MOST_FIELDS:
+            raise ValueError(f"an object has at most {_MOST_FIELDS} fields here, got {len(given)}")
+        # An unknown field that is null is absent, as clients send what they got.
+        names = _names_of(cls)
+        return {
+            name: each for name, each in given.items() if name in names or not (each is None or name in cls.ignores)
+        }
+
+
+def parsed(kind: type[Any], body: bytes | dict[str, Any]) -> Any:
+    """Parse the request in a body, or check its fields; ApiError names the first invalid one."""
+    try:
+        return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        first, reason = _of_fitting_branch(errors)
+        if first["type"] == "json_invalid":
+            raise ApiError(400, f"the body must be JSON: {first['msg']}", code="invalid_json") from None
+        field = ".".join(map(str, _path(first)))
+        got = "" if first["type"] in ("missing", "extra_forbidden") else f", got {shortened(first['input'])}"
+        raise invalid(field or None, f"{reason}{got}") from None
+
+
+def _of_fitting_branch(errors: Sequence[Any]) -> tuple[Any, str]:
+    """The first error, and its message.
+
+    A field that may have several types has errors of each. The first error of the type that the value fits is furthest
+    in the value, or is not about the type; if there is no such type, the message lists them all.
+    """
+    start = _path(errors[0])
+    at, branches = len(start), dict[tuple[Any, ...], Any]()
+    for each in errors:
+        if _path(each)[:at] == start:
+            branches.setdefault(each["loc"][at : at + 1], each)
+
+    def fit(error: Any) -> tuple[list[int], int, bool]:
+        inner = _path(error)[at:]
+        return [part for part in inner if isinstance(part, int)], len(inner), not _is_of_type(error)
+
+    best = max(branches.values(), key=fit)
+    if best["type"] == "extra_forbidden":
+        return best, "unknown field"
+    others = [branch["msg"] for branch in branches.values() if fit(branch) == fit(best)] if _is_of_type(best) else []
+    first, *more = dict.fromkeys(others or [best["msg"]])
+    return best, " or ".join([first.removeprefix("Value error, "), *(each.removeprefix(_SHOULD) for each in more)])
+
+
+def _is_of_type(error: Any) -> bool:
+    """Whether a value has another type than the branch of an error."""
+    is_other_literal = error["type"] == "literal_error" and not isinstance(error["input"], str)
+    return is_other_literal or error["type"].rpartition("_")[2] == "type"
+
+
+def _path(error: Any) -> list[str | int]:
+    """The fields and indices that lead to an error; the branches between are named after types."""
+    *outer, last = error["loc"] or [""]
+    path = [part for part in outer if isinstance(part, int) or part in _field_names()]
+    is_named = isinstance(last, int) or last in _field_names() or error["type"] == "extra_forbidden"
+    return [*path, last] if is_named else path
+
+
+@functools.cache
+def _field_names() -> frozenset[str]:
+    """The names of the fields of all bodies and their parts."""
+    kinds, names = [Body], set[str]()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        names |= _names_of(kind)
+    return frozenset(names)
+
+
+@functools.cache
+def _names_of(kind: type[Body]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
+
+def shortened(value: object) -> str:
+    """The repr of a client's value, in at most 120 characters."""
+    shown = repr(value)
+    return shown if len(shown) <= 120 else f"{shown[:110]}...{shown[-6:]}"
