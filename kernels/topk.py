@@ -36,13 +36,16 @@ def likeliest(scores: Tensor) -> Tensor:
     return torch.where(values.isnan(), -1, indices).to(torch.int32)
 
 
-def read_scores(logits: Tensor, count: int = 0) -> Scores:
+def read_scores(logits: Tensor, count: int = 0, ranks: Tensor | None = None) -> Scores:
     """Find the argmax and the `count` likeliest tokens of logits `[rows, nodes, vocab]`; one copy to the host.
 
-    Ties are broken by the lower id, except by torch among the likeliest tokens.
+    Ties are broken by the lower id, except by torch among the likeliest tokens. `ranks` are `ranked(logits, count)` if
+    the pass made them; then the logits are not read.
     """
+    if ranks is not None:
+        return _read_ranks(ranks)
     if logits.device.type != "cpu" or logits.dtype not in DTYPES:
-        return _read_by_torch(logits, count)
+        return _read_ranks(ranked(logits, count))
     rows, nodes, vocabulary = logits.shape
     argmax = np.empty(rows * nodes, np.int32)
     top, chances = np.full((rows * nodes, count), -1, np.int32), np.zeros((rows * nodes, count), np.float32)
@@ -60,17 +63,28 @@ def read_scores(logits: Tensor, count: int = 0) -> Scores:
     return Scores(argmax.reshape(rows, nodes), top.reshape(rows, nodes, count), chances.reshape(rows, nodes, count))
 
 
-def _read_by_torch(logits: Tensor, count: int) -> Scores:
-    argmax = likeliest(logits)
+def ranked(logits: Tensor, count: int) -> Tensor:
+    """The argmax, the likeliest tokens and the bits of their probabilities: int32 `[rows, nodes, 1 + 2 * count]`.
+
+    A recorded pass may make them.
+    """
+    argmax = likeliest(logits)[..., None]
     if not count:
-        return Scores(argmax.cpu().numpy())
+        return argmax
     chances, top = logits.softmax(-1, dtype=torch.float32).topk(min(count, logits.shape[-1]))
     chances = chances.nan_to_num(0.0)
     if top.shape[-1] < count:
         missing = (0, count - top.shape[-1])
         chances, top = torch.nn.functional.pad(chances, missing), torch.nn.functional.pad(top, missing, value=-1)
     # The first of the top may not be the argmax: among equal logits greedy decoding takes the lowest token.
-    packed = torch.cat((argmax[..., None], top.int(), chances.view(torch.int32)), -1).cpu().numpy()
+    return torch.cat((argmax, top.int(), chances.view(torch.int32)), -1)
+
+
+def _read_ranks(ranks: Tensor) -> Scores:
+    packed = ranks.cpu().numpy()
+    count = packed.shape[-1] // 2
+    if not count:
+        return Scores(np.ascontiguousarray(packed[..., 0]))
     return Scores(
         np.ascontiguousarray(packed[..., 0]),
         np.ascontiguousarray(packed[..., 1 : count + 1]),

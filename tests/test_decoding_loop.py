@@ -19,7 +19,7 @@ from lookahead.backend.torch_backend import TorchBackend
 from lookahead.decoding import scheduler
 from lookahead.engine.engine import Engine
 from lookahead.errors import ConfigError, PromptError
-from lookahead.model.cache import RowCopy
+from lookahead.model.slots import RowCopy
 from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest, LoopClosedError, QueueFullError, Update
 from tests.test_encoder_decoder import model_of

@@ -320,9 +320,9 @@ def test_the_likeliest_tokens_are_read_only_where_the_proposers_were_asked(
     read: list[bool] = []
     whole = lookahead.engine.engine.read_scores
 
-    def listen(logits: torch.Tensor, count: int = 0) -> Any:
+    def listen(logits: torch.Tensor, count: int = 0, ranks: Any = None) -> Any:
         read.append(count > 0)
-        return whole(logits, count)
+        return whole(logits, count, ranks)
 
     monkeypatch.setattr("lookahead.engine.engine.read_scores", listen)
     prices = (0.05, 4.0) if proposes else None

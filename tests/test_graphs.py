@@ -23,9 +23,9 @@ from lookahead.backend.gpu.gpu_backend import GpuBackend
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass, padded_rows
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch as choice
-from lookahead.model.cache import TreeCache
+from lookahead.kernels.topk import read_scores
+from lookahead.model.cache import TreeCache, TreeSlots
 from lookahead.model.model_state import ModelState, state_of
-from lookahead.model.slots import TreeSlots
 from tests.support import kernel_reference as reference
 from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, HAS_GROUPED_PRODUCTS, build
@@ -248,6 +248,57 @@ def test_what_a_pass_returned_stays_when_the_next_is_replayed(
     assert all(map(torch.equal, logits, kept))
 
 
+def test_recordings_of_all_shapes_share_the_memory_of_their_logits(
+    tiny_llama: PreTrainedModel, recordings: list[Recording]
+) -> None:
+    target = GpuBackend(tiny_llama, rows=1, capacity=80, captures=True)
+    target.keeps_logits, target.reads_top = False, 5
+    plain = GpuBackend(tiny_llama, rows=1, capacity=80)
+    with target.serving():
+        for each in (target, plain):
+            each.read([np.arange(3, 24, dtype=np.int32)])
+        for nodes in (16, 8, 4, 2):
+            for _ in range(4):
+                logits = target.score([random_tree(nodes, nodes)])
+            scores, wanted = (
+                read_scores(logits, 5, target.ranks),
+                read_scores(plain.score([random_tree(nodes, nodes)]), 5),
+            )
+            assert logits.shape == (1, nodes, 0)
+            assert (scores.argmax == wanted.argmax).all() and (scores.top == wanted.top).all()
+            np.testing.assert_allclose(scores.probabilities, wanted.probabilities, rtol=1e-4, atol=1e-6)
+    assert [recording._outputs[0].shape[-1] for recording in recordings] == [11] * 4, "and no logits"
+    assert len({runner.logits.data_ptr() for runner in target._graphs._kept.runners.values()}) == 1
+
+
+def test_passes_look_as_far_as_the_text_is_long_however_large_the_cache_is(
+    tiny_llama: PreTrainedModel, recordings: list[Recording]
+) -> None:
+    fast, plain = (GpuBackend(tiny_llama, rows=1, capacity=3000, captures=captures) for captures in (True, False))
+    with fast.serving():
+        for target in (fast, plain):
+            target.read([np.resize(np.arange(3, 90, dtype=np.int32), 1000)])
+        for step in range(12):
+            tree = random_tree(step, 6)
+            torch.testing.assert_close(fast.score([tree]), plain.score([tree]), rtol=1e-4, atol=1e-4)
+            for target in (fast, plain):
+                target.cache.commit(0, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
+    assert fast.cache.slots.capacity == 4096 and len(recordings) == 2
+    assert [shape[2] for shape in fast._graphs._kept.runners] == [1024, 2048]
+
+
+def test_the_shape_that_was_not_used_for_longest_is_let_go(
+    tiny_llama: PreTrainedModel, recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "_MOST_SHAPES", 2)
+    target = GpuBackend(tiny_llama, rows=1, capacity=80, captures=True)
+    with target.serving():
+        target.read([np.arange(3, 24, dtype=np.int32)])
+        for nodes in (1, 2, 1, 4, 1):
+            target.score([random_tree(nodes, nodes)])
+    assert [shape[1] for shape in target._graphs._kept.runners] == [4, 1]
+
+
 def test_where_recording_fails_the_log_says_so_once_and_the_tokens_are_the_same(
     recordings: list[Recording], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -326,7 +377,7 @@ def test_a_static_pass_says_what_the_trees_say_and_padding_copies_the_root(span:
     slots.begin(70)
     expected = TreePass(slots, CPU, trees).mask(1, span, torch.float32, CPU)[:, 0] == 0
     kv_length = slots.kv_length
-    with slots.fixed(4, 128, static.index):
+    with static.running(256):
         got = static.mask(1, span, torch.float32, CPU)[:, 0] == 0
     for row, tree in enumerate(trees):
         assert torch.equal(got[row, : len(tree), :kv_length], expected[row, : len(tree)])

@@ -22,8 +22,7 @@ from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass,
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import COMPACTION, KernelVariant, Verdict
-from lookahead.model.cache import TreeCache
-from lookahead.model.slots import TreeSlots
+from lookahead.model.cache import TreeCache, TreeSlots
 from tests.support import kernel_reference as reference
 from tests.support.families import for_cpus
 from tests.support.random_trees import ancestor_mask

@@ -16,7 +16,7 @@ from lookahead.backend.gpu.kernel_trial import run_tests
 from lookahead.backend.tree_pass import AttentionSpan, TreePass
 from lookahead.kernels import dispatch as choice
 from lookahead.kernels.dispatch import KernelVariant, Verdict
-from lookahead.model.slots import TreeSlots
+from lookahead.model.cache import TreeSlots
 from tests.support import kernel_reference as reference
 from tests.support.random_trees import random_trees, relative_error
 from tests.test_kernel_seam import random_tree

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lookahead.backend.tree_pass import TreePass, _pack, _unpack, may_return_early, on_device
 from lookahead.drafting.tree import TokenTree
-from lookahead.model.slots import TreeSlots
+from lookahead.model.cache import TreeSlots
 
 ELSEWHERE = torch.device("meta")
 

@@ -21,7 +21,7 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, TreePass
 from lookahead.kernels import dispatch
-from lookahead.model.slots import TreeSlots
+from lookahead.model.cache import TreeSlots
 from tests.support.random_trees import relative_error
 from tests.test_kernel_seam import TEXTS, build, random_tree
 

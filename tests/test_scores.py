@@ -9,7 +9,7 @@ from numba import njit
 
 from lookahead.kernels.scalars import exp
 from lookahead.kernels.topk import DTYPES as CPU_DTYPES
-from lookahead.kernels.topk import _read_by_torch, likeliest, read_scores
+from lookahead.kernels.topk import likeliest, ranked, read_scores
 from lookahead.ngram.successors import TOP
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -48,7 +48,7 @@ def test_a_cpu_reads_what_torch_reads(vocabulary, dtype):
     # Two devices must not decode differently: the argmax is the same, ties included, and so is what is learned.
     for levels in (None, 3):
         logits = logits_of(vocabulary, dtype, seed=7, levels=levels)
-        ours, torchs = read_scores(logits, TOP), _read_by_torch(logits, TOP)
+        ours, torchs = read_scores(logits, TOP), read_scores(logits, TOP, ranked(logits, TOP))
         assert (ours.argmax == torchs.argmax).all()
         assert (read_scores(logits).argmax == torchs.argmax).all()
         np.testing.assert_allclose(ours.probabilities, torchs.probabilities, rtol=1e-5, atol=1e-6)
@@ -90,7 +90,7 @@ def test_what_is_no_finite_number_is_told_and_gives_no_probability_but_numbers(p
     undefined = argmax == -1 or any(value == INFINITY for value in placed.values()) or placed.get(4) == -INFINITY
     if undefined:
         assert not scores.probabilities[0, 2].any()
-    torch.testing.assert_close(scores.probabilities, _read_by_torch(logits, TOP).probabilities)
+    torch.testing.assert_close(scores.probabilities, read_scores(logits, TOP, ranked(logits, TOP)).probabilities)
 
 
 def test_strided_logits_are_read_as_they_are_indexed():

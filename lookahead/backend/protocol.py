@@ -73,6 +73,10 @@ class Backend(Protocol):
         is_ragged: Whether the newest pass computed only the nodes of its trees. If False, rows are padded to the size
             of the largest tree.
         keeps_hidden: Whether later passes keep hidden states.
+        keeps_logits: Whether the logits of later passes are read. If not, a pass that makes `ranks` may return logits
+            of no token.
+        reads_top: How many likeliest tokens a node's `ranks` have in later passes.
+        ranks: `ranked` logits of the newest pass until the next one, if it made them.
         hidden: Hidden states of the newest pass by layer, `[active, nodes of the largest tree, size]`. After `read`
             it holds only the last tokens, `[prompts, 1, size]`.
         prompt_hidden: Hidden states of the newest prompts by layer, `[tokens read, size]` each.
@@ -86,6 +90,9 @@ class Backend(Protocol):
     is_cold: bool
     is_ragged: bool
     keeps_hidden: bool
+    keeps_logits: bool
+    reads_top: int
+    ranks: Tensor | None
     hidden: dict[int, Tensor]
     prompt_hidden: list[dict[int, Tensor]]
     packs_prompts: bool

@@ -16,10 +16,11 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.probes import continues_texts
 from lookahead.backend.protocol import OnPrefill
 from lookahead.drafting.tree import IntArray
-from lookahead.model.cache import RowCopy, RowStates, TreeCache
+from lookahead.model.cache import TreeCache
 from lookahead.model.facts import may_keep_states, picks_keys, prefills_at_once
 from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import recognise, state_of
+from lookahead.model.slots import RowCopy, RowStates
 from lookahead.model.state_scope import mixers_of
 
 _FEWEST_TOKENS = 16  # shortest prefix worth copying

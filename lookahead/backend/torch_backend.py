@@ -72,7 +72,9 @@ class TorchBackend:
         self._like = cache_layers(model.config.get_text_config()) if has_mixers else []
         self.begin(capacity)
         self._hidden_layers = tuple(hidden_layers)
-        self.keeps_hidden = True
+        self.keeps_hidden = self.keeps_logits = True
+        self.reads_top = 0
+        self.ranks: Tensor | None = None
         self.hidden: dict[int, Tensor] = {}
         self.prompt_hidden: list[dict[int, Tensor]] = []
         self._mixers: Mapping[Any, MixTrees] = {}  # recurrent layers that kernels compute

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lookahead.backend.cpu.exact_attention import PerNodeAttention
 from lookahead.drafting.tree import TokenTree
-from lookahead.model.slots import TreeSlots
+from lookahead.model.cache import TreeSlots
 from lookahead.utils.jit import njit
 
 
@@ -220,6 +221,20 @@ class FixedShapePass(TreePass):
         tensors = on_device(self._arrays, device) if self._whole is None else _unpack(self._whole, self._arrays)
         self.tokens, self.positions, self.index, *tensors = tensors
         self._filled = TreeTensors(*tensors)
+
+    @contextmanager
+    def running(self, reach: int) -> Iterator[None]:
+        """A block for the pass, in which Python values never change; the slots of inactive rows are unused.
+
+        Its queries may look at the first `reach` slots.
+        """
+        slots, active = self._slots, self._slots.active
+        slots.is_even, slots.is_plain, slots.is_fixed, slots.index = False, False, True, self.index
+        slots.active, slots.width, slots.kv_length = self._rows, self.tokens.shape[1], reach
+        try:
+            yield
+        finally:
+            slots.active, slots.is_fixed, slots.index = active, False, None
 
     def fill(self, trees: Sequence[TokenTree]) -> None:
         """Set the trees of a step, one per active row, none larger than the width."""

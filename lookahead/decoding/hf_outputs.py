@@ -13,7 +13,8 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
-from lookahead.model.cache import RowCopy, RowStates, TreeCache
+from lookahead.model.cache import TreeCache
+from lookahead.model.slots import RowCopy, RowStates
 from lookahead.model.state_layers import has_states, load_states, states_in
 
 

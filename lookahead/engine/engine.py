@@ -18,8 +18,8 @@ from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
 from lookahead.kernels.topk import Scores, read_scores
-from lookahead.model.cache import RowCopy
 from lookahead.model.model_state import plan_of, state_of
+from lookahead.model.slots import RowCopy
 from lookahead.model.tensor_parallel import tensor_parallel_group
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.ngram.successors import TOP
@@ -269,25 +269,27 @@ class Engine:
         """
         if self._tp_group is not None:
             drafts = self._tp_group.agree(drafts)
-        self._backend.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
-        logits = self._backend.score([draft.tree for draft in drafts], self._policy)
-        needs_top = self._needs_top and plan.drafts
+        backend, needs_top = self._backend, self._needs_top and plan.drafts
+        backend.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
+        backend.keeps_logits = not all(row.chooser.is_plain_greedy for row in self._rows)
+        backend.reads_top = TOP if needs_top else 0
+        logits = backend.score([draft.tree for draft in drafts], self._policy)
         needs_argmax = self._needs_argmax or plan.has_branch
         scores, nodes = Scores(NO_NODES), float(logits.shape[1])
-        if self._backend.is_ragged:
+        if backend.is_ragged:
             nodes = sum(len(draft.tree.tokens) for draft in drafts) / len(drafts)
         # On a GPU reading also waits for the pass, which makes its time measurable.
         is_greedy = any(row.chooser.is_plain_greedy for row in self._rows)
         if needs_argmax or needs_top or is_greedy or logits.device.type != "cpu":
-            scores = read_scores(logits, TOP if needs_top else 0)
+            scores = read_scores(logits, backend.reads_top, backend.ranks)
         if nodes > 1:
             wrong = scores.argmax < 0 if len(scores.argmax) else logits[..., 0].isnan().numpy()
             if wrong.any() and any(wrong[i, : len(draft.tree.tokens)].any() for i, draft in enumerate(drafts)):
                 drafts = self._root_only(self._rows)
                 for i in range(len(drafts)):
                     self.cache.wipe(i, int(self.cache.slots.lengths[i]))
-                logits = self._backend.score([draft.tree for draft in drafts], self._policy)
-                scores = read_scores(logits)
+                logits = backend.score([draft.tree for draft in drafts], self._policy)
+                scores = read_scores(logits, backend.reads_top, backend.ranks)
         return drafts, logits, scores, nodes
 
     def _verify(self, drafts: Sequence[Draft], logits: Tensor, scores: Scores, first: int = 0) -> list[StepOutput]:

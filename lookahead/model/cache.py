@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,19 +17,70 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
-from lookahead.model.slots import GROWTH, MOST_PARTS, Origin, SlotBlock, SlotForm, TreeSlots, new_origin
+from lookahead.model.slots import MOST_PARTS, Origin, RowCopy, RowStates, SlotBlock, SlotForm, new_origin
 from lookahead.model.state_layers import Levels, StateLayer, States, has_states
 
-RowStates = tuple[Tensor, Tensor]
+_GROWTH = 1.5  # of the slots per row, if they are too few
 
 
-class RowCopy(NamedTuple):
-    """The cached contents of a row, by layer index."""
+class TreeSlots:
+    """The slots that the rows of a batch use, shared by all layers.
 
-    kv: dict[int, RowStates]  # keys and values, `[heads, tokens, dim]`
-    states: dict[int, States]  # after the last token
-    tokens: int
-    origin: Origin = ()  # of the keys and values
+    Args:
+        rows: Rows of the batch.
+        capacity: Initial slots per row.
+        windows: Positions that a query sees in each layer with slots; None for all.
+    """
+
+    def __init__(self, rows: int, capacity: int, windows: Iterable[int | None] = ()) -> None:
+        self.lengths: NDArray[np.int64] = np.zeros(rows, np.int64)  # committed tokens, with KV in slots 0..length-1
+        self.origins = [new_origin() for _ in range(rows)]
+        self.rows, self.capacity = rows, capacity  # slots per row
+        self.first, self.active = 0, rows  # the rows of a pass: first..first+active-1, numbered from 0 by `lengths`
+        self.width = self.kv_length = 0  # nodes the running pass writes per row, and slots its queries may look at
+        self.is_even, self.start = True, 0  # all active rows write from the same slot on; that of the first row
+        self.is_plain = False  # the model uses its own masks and attention in the running pass
+        self.is_fixed = False  # it is a fixed-shape pass
+        self.index: Tensor | None = None  # int64 `[active * width]`, the slots of uneven rows, numbered over all rows
+        self._moved: tuple[Tensor | None, dict[torch.device, Tensor]] = None, {}  # an index on other devices
+        self.allocations = 0  # by layers so far; when it grows, old addresses are invalid
+        self.blocks: list[SlotBlock] = []  # the memory of all layers
+        self.reached = 0  # slots that passes may have written, of any row
+        self.layers = Counter(windows)  # by window
+
+    def index_on(self, device: torch.device) -> Tensor:
+        """The index on a device of some layers, copied there once a pass."""
+        assert self.index is not None
+        if self._moved[0] is not self.index:
+            self._moved = self.index, {self.index.device: self.index}
+        moved = self._moved[1]
+        if device not in moved:
+            moved[device] = self.index.to(device)
+        return moved[device]
+
+    def begin(self, width: int, scored: NDArray[np.int64] | None = None, *, is_plain: bool = False) -> None:
+        """Begin a pass that writes `width` nodes per active row, after committed tokens and already scored nodes."""
+        lengths = self.lengths[: self.active]
+        starts = (lengths if scored is None else lengths + scored).tolist()
+        self.start = starts[0]
+        self.is_even = all(start == self.start for start in starts)
+        self.is_plain = is_plain
+        self.index = None
+        self.width = width
+        self.kv_length = max(starts) + width
+        self.reached = max(self.reached, self.kv_length)
+        if self.kv_length > self.capacity:
+            self.capacity = max(self.kv_length, int(self.capacity * _GROWTH))
+
+    @contextmanager
+    def rows_from(self, first: int, count: int) -> Iterator[None]:
+        """Restrict passes in a block to `count` rows from `first` on, numbered from 0."""
+        lengths, active = self.lengths, self.active
+        self.first, self.lengths, self.active = first, lengths[first:], count
+        try:
+            yield
+        finally:
+            self.first, self.lengths, self.active = 0, lengths, active
 
 
 class TreeLayer(CacheLayerMixin):
@@ -117,10 +170,11 @@ class TreeLayer(CacheLayerMixin):
 
     def grow(self) -> None:
         """Reallocate for the shared number of rows and capacity, and copy the rows in use as far as they fit."""
+        slots = self._slots
         for block, _ in self._places:
-            block.fit(self._slots)
+            block.fit(slots.rows, slots.capacity, slots.first + slots.active)
         self.keys, self.values = [block.whole[part] for block, part in self._places]
-        self._slots.allocations += 1
+        slots.allocations += 1
         if self.indexer is not None:
             self.indexer.grow()
 
@@ -213,7 +267,7 @@ class TreeCache(Cache):
     def reserve(self, capacity: int) -> None:
         """Allocate at least `capacity` slots per row now, before a pass that must not allocate."""
         if capacity > self.slots.capacity:
-            self.resize(rows=self.slots.rows, capacity=max(capacity, int(self.slots.capacity * GROWTH)))
+            self.resize(rows=self.slots.rows, capacity=max(capacity, int(self.slots.capacity * _GROWTH)))
 
     def resize(self, *, rows: int, capacity: int) -> None:
         """Reallocate for `rows` rows, at least the active ones, of `capacity` slots, at least the used ones."""

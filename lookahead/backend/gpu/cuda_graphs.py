@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, finalize, ref
 
 import torch
@@ -22,6 +22,7 @@ from lookahead.backend.tree_pass import AttentionSpan, FixedShapePass, padded_ro
 from lookahead.drafting.cost_model import padded_nodes
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import first_line
+from lookahead.kernels.topk import ranked
 from lookahead.model.attention import AttentionScope
 from lookahead.model.cache import TreeCache
 from lookahead.model.call_caches import CACHE
@@ -29,6 +30,7 @@ from lookahead.model.model_state import ModelState, state_of
 
 _FEWEST_SLOTS = 1024  # per row
 _TOO_LARGE = 4  # times the slots that a call needs: such a cache is let go, for recorded passes look at all of it
+_MOST_SHAPES = 64  # that are kept; the one that was not used for the longest time is let go
 CAPTURE_AT = 3  # uses of a shape before it is recorded, since recording a rare shape does not pay
 Run = Callable[[], tuple[Tensor, ...]]  # a pass over the contents of its static buffers
 
@@ -136,12 +138,21 @@ class CudaGraphs:
         return recorded
 
 
+class PassResult(NamedTuple):
+    """What a pass returns, of the active rows and the nodes of the largest tree."""
+
+    logits: Tensor  # `[active, nodes, vocab]`, or of no token
+    ranks: Tensor | None  # `lookahead.kernels.topk.ranked` logits until the next replay, if a replay made them
+    hidden: tuple[Tensor, ...]  # of the layers asked for, `[active, nodes, size]`
+
+
 @dataclass(slots=True)
 class _ShapeRunner:
-    """A fixed-shape pass, and its graph once it is recorded."""
+    """A fixed-shape pass, and its graph once it is recorded, which writes its logits to `logits`."""
 
     static: FixedShapePass
     graph: Graph | None = None
+    logits: Tensor | None = None
     is_checked: bool = False  # a replay was compared with the pass itself
     uses: int = 0
     has_memory: bool = True  # to be recorded
@@ -157,7 +168,9 @@ class KeptGraphs:
     kind: Hashable  # a later call can use them only with an equal kind and stamp
     stamp: int  # the number of the model's stamp
     cache: TreeCache
-    runners: dict[tuple[int, int], _ShapeRunner] = field(default_factory=dict)
+    # By rows, nodes, slots that queries may look at, and likeliest tokens that are read; the newest used last.
+    runners: dict[tuple[int, int, int, int], _ShapeRunner] = field(default_factory=dict)
+    logits: Tensor | None = None  # memory for the logits of a replay, shared by all graphs
     made_at: int = -1  # the cache's allocation count when the runners were made
 
     @classmethod
@@ -190,6 +203,12 @@ class KeptGraphs:
             runner.is_checked = False
         return kept
 
+    def room(self, logits: Tensor) -> Tensor:
+        """Memory for logits like these. Graphs that were recorded with less keep theirs."""
+        if self.logits is None or self.logits.numel() < logits.numel() or self.logits.dtype != logits.dtype:
+            self.logits = logits.new_empty(logits.numel())
+        return self.logits[: logits.numel()].view(logits.shape)
+
     def give_back(self, state: ref[ModelState]) -> None:
         """Leave the graphs to the next call."""
         left = state()
@@ -221,32 +240,48 @@ class GraphRunner:
         self._capture: CudaGraphs | None = CudaGraphs(device)
         finalize(self, kept.give_back, ref(state_of(model))).atexit = False
 
-    def score(self, trees: Sequence[TokenTree]) -> tuple[Tensor, ...] | None:
-        """Logits `[active, nodes of the largest tree, vocab]` and hidden states likewise; None if passes failed."""
+    def score(self, trees: Sequence[TokenTree], count: int, *, keeps_logits: bool) -> PassResult | None:
+        """Score trees; None if passes failed.
+
+        Args:
+            trees: One per active row.
+            count: Likeliest tokens per node that a replay finds, beside the argmax.
+            keeps_logits: Whether the logits of a replay are copied, for they are overwritten by the next one.
+        """
         self.is_cold = False
         if self._capture is None or not self._cache.layers:
             return None
         slots, nodes = self._cache.slots, max(map(len, trees))
         width = padded_nodes(nodes, self._most_nodes)
         rows = padded_rows(len(trees), len(slots.lengths))
-        self._cache.reserve(int(slots.lengths[: len(trees)].max()) + width)
+        needed = int(slots.lengths[: len(trees)].max()) + width
+        self._cache.reserve(needed)
+        slots.reached = max(slots.reached, needed)
+        # Not all slots: masks and splits of the keys follow the length of the text.
+        reach = min(slots.capacity, max(_FEWEST_SLOTS, 1 << (needed - 1).bit_length()))
         runners = self._kept.runners
         if self._kept.made_at != slots.allocations:
             runners.clear()  # the KV moved, and recorded passes hold its old address
             self._kept.made_at = slots.allocations
-        runner = runners.get((rows, width))
-        if runner is None:
-            runner = runners[rows, width] = _ShapeRunner(FixedShapePass(slots, rows, width, self._device))
+        shape = rows, width, reach, count
+        runner = runners.pop(shape, None) or _ShapeRunner(FixedShapePass(slots, rows, width, self._device))
+        runners[shape] = runner
+        if len(runners) > _MOST_SHAPES:
+            del runners[next(iter(runners))]
         runner.static.fill(trees)
         runs = (
             nullcontext() if self._scope is None else self._scope.running(partial(attend, runner.static, self._spans))
         )
-        with slots.fixed(rows, width, runner.static.index), runs:
-            outputs = self._run(runner, self._capture)
-        if outputs is None:
+        with runner.static.running(reach), runs:
+            result = self._run(runner, self._capture, count, keeps_logits)
+        if result is None:
             return None
         state_of(self._model).unserved = frozenset(runner.static.unserved)
-        return tuple(output[: len(trees), :nodes] for output in outputs)
+        logits, ranks, hidden = result
+        active = slice(len(trees)), slice(nodes)
+        return PassResult(
+            logits[active], None if ranks is None else ranks[active], tuple(each[active] for each in hidden)
+        )
 
     def _forward(self, static: FixedShapePass) -> tuple[Tensor, ...]:
         """Run the model on the static buffers of a pass, with new masks.
@@ -266,13 +301,13 @@ class GraphRunner:
             static.forget()
         return (output.logits, *(output.hidden_states[layer] for layer in self._hidden_layers))
 
-    def _run(self, runner: _ShapeRunner, capture: CudaGraphs) -> tuple[Tensor, ...] | None:
+    def _run(self, runner: _ShapeRunner, capture: CudaGraphs, count: int, keeps_logits: bool) -> PassResult | None:
         """Run a pass with filled buffers. Returns None if it failed; then recording stops."""
         runner.uses += 1
-        if runner.graph is not None:
-            return self._replay(runner, runner.graph)
+        if runner.graph is not None and runner.logits is not None:
+            return self._replay(runner, runner.graph, runner.logits, keeps_logits)
         try:
-            outputs = self._forward(runner.static)
+            logits, *hidden = self._forward(runner.static)
         except Exception as error:
             # The model itself runs next. If it is broken, it raises there.
             self._stop(_in_short(error))
@@ -281,30 +316,37 @@ class GraphRunner:
         if runner.uses >= CAPTURE_AT and runner.has_memory:
             try:
                 # The next pass of its shape is the first replay.
-                runner.graph = capture(partial(self._forward, runner.static))
+                runner.logits = self._kept.room(logits)
+                runner.graph = capture(partial(self._forward_to, runner.logits, runner.static, count))
             except torch.OutOfMemoryError:
                 runner.has_memory = False
                 shape, name = tuple(runner.static.tokens.shape), type(self._model).__name__
                 _log.warning("%s has no memory left to record passes of %d rows and %d nodes", name, *shape)
             except Exception as error:
                 self._stop(_in_short(error))
-        return outputs
+        return PassResult(logits, None, tuple(hidden))
 
-    def _replay(self, runner: _ShapeRunner, graph: Graph) -> tuple[Tensor, ...]:
+    def _forward_to(self, room: Tensor, static: FixedShapePass, count: int) -> tuple[Tensor, ...]:
+        """The pass that is recorded: its own logits are freed, so that recordings share their memory."""
+        logits, *hidden = self._forward(static)
+        room.copy_(logits)
+        return ranked(logits, count), *hidden
+
+    def _replay(self, runner: _ShapeRunner, graph: Graph, logits: Tensor, keeps_logits: bool) -> PassResult:
         """Replay a graph. The first replay is compared with the pass itself, whose outputs are used if they differ.
 
         Its trees and lengths differ from the recorded ones, which reveals values that Python read while recording.
         """
+        ranks, *hidden = graph.replay()
         # The next replay overwrites the outputs, and callers may keep them.
-        outputs = tuple(map(torch.clone, graph.replay()))
-        if runner.is_checked:
-            return outputs
-        self.is_cold = runner.is_checked = True
-        wanted = self._forward(runner.static)
-        if difference := _difference_of(self._model.dtype, outputs, wanted):
-            self._stop(f"a replay differs by {difference} from the pass that was recorded")
-            return wanted
-        return outputs
+        kept = tuple(map(torch.clone, hidden))
+        if not runner.is_checked:
+            self.is_cold = runner.is_checked = True
+            wanted, *wanted_hidden = self._forward(runner.static)
+            if difference := _difference_of(self._model.dtype, (logits, *kept), (wanted, *wanted_hidden)):
+                self._stop(f"a replay differs by {difference} from the pass that was recorded")
+                return PassResult(wanted, None, tuple(wanted_hidden))
+        return PassResult(logits.clone() if keeps_logits else logits[..., :0], ranks, kept)
 
     def _stop(self, reason: str) -> None:
         """Stop recording passes of this model, and log the reason once."""

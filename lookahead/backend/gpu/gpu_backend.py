@@ -56,14 +56,14 @@ class GpuBackend(TorchBackend):
         scored: NDArray[np.int64] | None = None,
     ) -> Tensor:
         """See `Backend.score`; replays a recording if there is one."""
-        known, outputs = len(dispatch.verdicts) + len(dispatch.served), None
+        known, result = len(dispatch.verdicts) + len(dispatch.served), None
         if self._graphs is not None and scored is None and not self._runs_own_code:
-            outputs = self._graphs.score(trees)
-        if outputs is None:
-            logits = super().score(trees, policy, scored)
+            result = self._graphs.score(trees, self.reads_top, keeps_logits=self.keeps_logits)
+        if result is None:
+            logits, self.ranks = super().score(trees, policy, scored), None
         else:
-            logits = outputs[0]
-            self.hidden = dict(zip(self._hidden_layers, outputs[1:], strict=True)) if self.keeps_hidden else {}
+            logits, self.ranks, hidden = result
+            self.hidden = dict(zip(self._hidden_layers, hidden, strict=True)) if self.keeps_hidden else {}
         if dispatch.wanted:
             try_kernels(dispatch.wanted)
         is_new = len(dispatch.verdicts) + len(dispatch.served) > known

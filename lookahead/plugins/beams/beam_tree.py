@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lookahead.drafting.tree import IntArray, TokenTree, node_depths
-from lookahead.model.cache import RowCopy, TreeCache
+from lookahead.model.cache import TreeCache
+from lookahead.model.slots import RowCopy
 
 Read = Callable[[Tensor, Any], Tensor]
 Score = Callable[[Sequence[TokenTree], NDArray[np.int64]], Tensor]
