@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,9 @@ from lookahead.backend.cpu.product_bits import Kind, Layout, _cancelling, rows_o
 from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import packs_prompts
 from lookahead.backend.tree_pass import PackedPrompts
+from lookahead.decoding.prompts import PromptReader
+from lookahead.decoding.request import Completion
+from lookahead.decoding.scheduler import Scheduler
 from lookahead.model.model_state import patched_attribute
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build
 from tests.test_half_precision import made
@@ -173,3 +177,25 @@ def test_prompts_decoded_together_are_read_together(dtype, packed, tiny_tokenize
     assert packed == [[12, 30, 7, 18]]
     bits = {one.stats.exactness for one in done}
     assert bits == {"bitwise" if dtype == torch.bfloat16 else "rounding"}
+
+
+def test_short_prompts_of_a_server_that_wait_together_are_read_together(packed, tiny_tokenizer):
+    model = build(FAMILIES["Llama"])
+    reader = PromptReader(model, tiny_tokenizer, None, max_new_tokens=30, do_sample=False)
+    scheduler = Scheduler(reader, rows=8, is_mixed=True)
+    prompts = [prompt.tolist() for prompt in prompts_of((20, 50, 40, 64, 60, 50, 65), seed=3)]
+    with closing(scheduler):
+        scheduler.put(0, prompts[0])
+        scheduler.step()
+        for index, prompt in enumerate(prompts[1:6], 1):
+            scheduler.put(index, prompt)
+        assert len(next(scheduler.steps())) == 4
+        assert packed == [[50, 40, 64, 60]]  # 264 tokens would be too many between two steps
+        scheduler.put(6, prompts[6])
+        done = list[Completion]()
+        while not scheduler.is_idle:
+            done += scheduler.step()
+    assert packed == [[50, 40, 64, 60]]  # a thread reads 65 tokens
+    for one in done:
+        alone = lookahead.generate(model, tiny_tokenizer, prompts[one.index], max_new_tokens=30, do_sample=False)
+        assert one.token_ids == alone.token_ids[0]

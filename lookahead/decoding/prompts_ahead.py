@@ -20,7 +20,8 @@ from lookahead.kernels.jobs import torch_on_threads
 from lookahead.model.model_state import recognise
 from lookahead.utils.task_thread import TaskThread
 
-_SHORT = 64  # maximum tokens that are read between two steps
+_SHORT = 64  # maximum tokens of a prompt that is read between two steps
+_TOGETHER = 256  # maximum tokens of several such prompts
 _QUICK = 512  # maximum tokens of a prompt that is not read behind longer ones
 _MOST = 2  # prompts being read by a thread, so that it does not wait for a step
 _LOOKED_AT = 16  # waiting requests that may pass others
@@ -73,7 +74,8 @@ class PromptsAhead:
 
         Prompts that cannot be read apart are always read there.
         """
-        return not self.reads_apart or unread + self.unread(request) <= _SHORT
+        own = self.unread(request)
+        return not self.reads_apart or (own <= _SHORT and unread + own <= _TOGETHER)
 
     def unread(self, request: Request) -> int:
         """Tokens of a prompt that no kept text has."""
