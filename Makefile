@@ -20,7 +20,7 @@ TWO_CORES := --numprocesses 2 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-changed test-all test-gpu test-front-ends test-newest test-vllm install-newest dist lint types format clean
+.PHONY: help demo test test-changed test-all test-gpu test-clients test-front-ends test-newest test-vllm install-newest dist lint types format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,10 @@ test-front-ends: ## LangChain, smolagents, lm-eval and grammars with lookahead e
 	$(MAKE) VENV=.venv-front-ends .venv-front-ends/.installed-front-ends
 	.venv-front-ends/bin/python -m pytest tests/test_front_ends.py
 
+test-clients: ## libraries of others that speak to the server, in an environment of their own
+	$(MAKE) VENV=.venv-clients .venv-clients/.installed-clients
+	.venv-clients/bin/python -m pytest tests/test_serve_libraries.py
+
 test-vllm: ## a real vLLM with drafts of lookahead writes what it writes without them, in an environment of its own
 	$(MAKE) VENV=.venv-vllm .venv-vllm/.installed-vllm
 	.venv-vllm/bin/python -m pytest --noconftest tests/test_vllm.py
@@ -76,7 +80,7 @@ format: $(VENV)/.installed-test ## rewrite the code in the house format
 	$(BIN)/python -m ruff format .
 
 clean: ## remove the environment, builds and caches
-	rm -rf $(VENV) .venv-front-ends .venv-newest .venv-vllm build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-clients .venv-front-ends .venv-newest .venv-vllm build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -104,6 +108,11 @@ $(VENV)/.installed-quantizers: tests/quantizers.txt $(VENV)/.installed-test
 
 $(VENV)/.installed-front-ends: tests/front_ends.txt $(VENV)/.installed-test
 	$(PIP) install --constraint constraints.txt --requirement tests/front_ends.txt
+	@touch $@
+
+# One by one, since what some of them pin does not fit the others.
+$(VENV)/.installed-clients: tests/clients.txt $(VENV)/.installed-test
+	xargs -n 1 $(PIP) install < tests/clients.txt
 	@touch $@
 
 # No stamp: what is newest changes. The pins of both are left out, and of the packages that go with their versions.

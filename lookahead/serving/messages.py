@@ -21,8 +21,8 @@ from lookahead.serving.request_schemas import (
     GenerationBody,
     Message,
     StopText,
-    chat_of,
     text_of,
+    translated,
 )
 
 _NEEDED = {
@@ -124,7 +124,7 @@ class CountBody(GenerationBody):
             fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
             if form is not None:
                 fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
-        return chat_of(self, **fields)
+        return translated(ChatBody, self, **fields)
 
 
 class MessagesBody(CountBody):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BeforeValidator,
     Field,
     StringConstraints,
@@ -14,6 +15,7 @@ from pydantic import (
 
 from lookahead.serving.parsing import Body, parsed
 
+T = TypeVar("T")
 MAX_CHOICES = 128
 _MOST_ENTRIES = 1024
 _LEAST_TEMPERATURE = 1e-6  # smaller ones make scores overflow
@@ -291,19 +293,29 @@ class CompletionBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    """A request to `/tokenize`."""
+    """A request to `/tokenize`, or `/apply-template`; llama-server says `content`."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: str | None = Field(None, validation_alias=AliasChoices("prompt", "content"))
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     add_special_tokens: bool = True
 
 
-def chat_of(body: GenerationBody, **fields: Any) -> ChatBody:
-    """A chat with the common options of a request of another API, and its own fields."""
-    common = {name: value for name in GenerationBody.model_fields if (value := getattr(body, name)) is not None}
-    chat: ChatBody = parsed(ChatBody, {**common, "stream_options": {"include_usage": True}, **fields})
-    return chat
+class DetokenizeBody(Body):
+    """A request to `/detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def translated(kind: type[T], body: GenerationBody, **fields: Any) -> T:
+    """A request of the OpenAI API with the common options of one of another API, and other fields; None leaves out."""
+    common = {name: getattr(body, name) for name in GenerationBody.model_fields} | fields
+    options = {"include_usage": True} if body.stream else None
+    made: T = parsed(
+        kind, {name: each for name, each in common.items() if each is not None} | {"stream_options": options}
+    )
+    return made
 
 
 def text_of(content: Content | None) -> str:

@@ -26,8 +26,8 @@ from lookahead.serving.request_schemas import (
     Tool,
     ToolChoice,
     Verbosity,
-    chat_of,
     text_of,
+    translated,
 )
 
 _MOST_KEPT, _MOST_BYTES = 1000, 64 << 20
@@ -116,7 +116,7 @@ class ResponsesBody(GenerationBody):
             fields["reasoning_effort"] = self.reasoning.effort
         if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        return chat_of(self, **fields)
+        return translated(ChatBody, self, **fields)
 
     def _messages(self) -> list[Message]:
         """The input as messages; calls belong to the message of the assistant before them."""

@@ -25,7 +25,7 @@ from lookahead.serving.forms import AnswerForm, Event
 from lookahead.serving.metrics import Metrics
 from lookahead.serving.output import prompt_logprobs
 from lookahead.serving.parsing import parsed
-from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody
+from lookahead.serving.request_schemas import ChatBody, CompletionBody
 from lookahead.serving.requests import Ticket, TokenLogprobs, Update
 from lookahead.serving.served_models import ServedModel, ServedModels
 from lookahead.serving.timed_workers import TimedWorkers
@@ -89,12 +89,12 @@ class Service:
         content: T = parsed(kind, body)
         return content
 
-    async def tokens(self, body: TokenizeBody | ChatBody, client: str) -> tuple[list[int], ServedModel]:
-        """The token ids of a prompt, and the model."""
+    async def read(self, request: Request, body: Any, task: Callable[[ServedModel], T]) -> T:
+        """The result of work whose size a client sets, about the model that the body names."""
         deadline = time.monotonic() + self._timeout_s
         served = await self.model(body.model, deadline)
         served.translator.check(body)
-        return await self._apart(partial(served.translator.tokens_of, body), client, deadline), served
+        return await unless_left(request, self._apart(partial(task, served), request.state.client, deadline))
 
     async def begin(self, body: ChatBody | CompletionBody, client: str = "", salt: str = "") -> Turn:
         """Translate a request and start its outputs, which end if this is cancelled."""

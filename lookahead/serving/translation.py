@@ -21,6 +21,7 @@ from lookahead.serving.plain_text import PlainText
 from lookahead.serving.request_schemas import (
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     GenerationBody,
     Message,
     StructuredOutputs,
@@ -34,7 +35,7 @@ from lookahead.serving.tool_calls import schema_of_call
 from lookahead.verification.stopping import end_tokens
 
 _TOKEN = re.compile("0|[1-9][0-9]{0,9}")  # one way to write each token
-_PLACES = {"logit_bias": "keys", "stop_token_ids": "entries"}
+_PLACES = {"logit_bias": "keys", "stop_token_ids": "entries", "tokens": "entries"}
 _INFILL = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
@@ -92,13 +93,15 @@ class Translator:
         is_of_bytes = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
         self._longest = max(map(len if is_of_bytes else size_of, tokenizer.get_vocab()), default=1)
 
-    def check(self, body: ChatBody | CompletionBody | TokenizeBody) -> None:
+    def check(self, body: ChatBody | CompletionBody | TokenizeBody | DetokenizeBody) -> None:
         """Refuse what can never be served, by counting: nothing is tokenized.
 
         A text has at least its bytes divided by those of the longest token as tokens.
         """
+        if isinstance(body, DetokenizeBody):
+            return
         if isinstance(body, TokenizeBody):
-            prompts = [body.prompt or ""]
+            prompts: list[Any] = [body.prompt or ""]
         else:
             prompts = [] if isinstance(body, ChatBody) else body.prompts
             outputs = body.choices * (1 if isinstance(body, ChatBody) else len(prompts))
@@ -172,6 +175,10 @@ class Translator:
         if body.messages is not None:
             return self._render(body.messages)
         return self._read(body.prompt or "", add_special_tokens=body.add_special_tokens)
+
+    def text_of(self, body: DetokenizeBody) -> str:
+        """The text of token ids."""
+        return str(self._tokenizer.decode([self._token(str(token), "tokens") for token in body.tokens]))
 
     def _render(
         self,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -16,13 +18,15 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 import lookahead
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.forms import AnswerForm
+from lookahead.serving.llama_server import InfillBody, LlamaBody, LlamaForm, props, slots
 from lookahead.serving.messages import CountBody, MessagesBody, MessagesForm
-from lookahead.serving.request_schemas import ChatBody, CompletionBody, TokenizeBody
+from lookahead.serving.request_schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from lookahead.serving.responses import KeptMessages, ResponsesBody, ResponsesForm
 from lookahead.serving.safety import Guard
-from lookahead.serving.served_models import ServedModels
+from lookahead.serving.served_models import ServedModel, ServedModels
 from lookahead.serving.service import Service, Turn, unless_left
 
+Handler = Callable[[Request, Any], Awaitable[Response]]
 MakeForm = Callable[[Turn], AnswerForm]
 _LEFT = 499  # the status of a request whose client is gone, for the metrics
 
@@ -64,10 +68,10 @@ def make_app(
         timeout_s: Maximum seconds of an answer.
         cors_origins: Allowed origins of web pages.
     """
-    app = FastAPI(title="lookahead", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="lookahead", version=lookahead.__version__, docs_url=None, redoc_url=None)
     service, kept = Service(models, timeout_s), KeptMessages()
 
-    async def answer(request: Request, body: ChatBody | CompletionBody, form: MakeForm = _as_it_is) -> Response:
+    async def answer(request: Request, body: Any, form: MakeForm = _as_it_is) -> Response:
         client, owner = request.state.client, request.state.owner
         salt = owner if body.cache_salt is None else f"{owner}\n{body.cache_salt}"
         turn = await unless_left(request, service.begin(body, client, salt))
@@ -75,39 +79,75 @@ def make_app(
             return _Stream(turn, service.stream(turn, form(turn)))
         return await service.whole(turn, request, form(turn))
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await answer(request, await service.body(request, ChatBody))
+    def post(path: str, kind: type[Any]) -> Callable[[Handler], Handler]:
+        """A path for bodies of a kind."""
+        schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await answer(request, await service.body(request, CompletionBody))
+        def decorate(handler: Handler) -> Handler:
+            @app.post(path, name=kind.__name__, openapi_extra={"requestBody": body})
+            async def handle(request: Request) -> Response:
+                return await handler(request, await service.body(request, kind))
 
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        body, owner = await service.body(request, ResponsesBody), request.state.owner
+            kinds.append((kind, "validation"))
+            return handler
+
+        return decorate
+
+    kinds = list[tuple[Any, Any]]()
+    post("/v1/chat/completions", ChatBody)(answer)
+    post("/v1/completions", CompletionBody)(answer)
+
+    @post("/v1/responses", ResponsesBody)
+    async def responses(request: Request, body: ResponsesBody) -> Response:
+        owner = request.state.owner
         earlier = kept.get(owner, body.previous_response_id) if body.previous_response_id else []
         chat = body.chat(earlier)
         keep = partial(kept.put, owner, chat.messages[bool(body.instructions) :])
         return await answer(request, chat, lambda turn: ResponsesForm(body, turn.answer.model, keep))
 
-    @app.post("/v1/messages")
-    async def messages(request: Request) -> Response:
-        chat = (await service.body(request, MessagesBody)).chat()
-        return await answer(request, chat, lambda turn: MessagesForm(turn.answer))
+    @post("/v1/messages", MessagesBody)
+    async def messages(request: Request, body: MessagesBody) -> Response:
+        return await answer(request, body.chat(), lambda turn: MessagesForm(turn.answer))
 
-    @app.post("/v1/messages/count_tokens")
-    async def count_tokens(request: Request) -> Response:
-        chat = (await service.body(request, CountBody)).chat()
-        tokens, _ = await unless_left(request, service.tokens(chat, request.state.client))
+    @post("/v1/messages/count_tokens", CountBody)
+    async def count_tokens(request: Request, body: CountBody) -> Response:
+        chat = body.chat()
+        tokens = await service.read(request, chat, lambda served: served.translator.tokens_of(chat))
         return JSONResponse({"input_tokens": len(tokens)})
 
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = await service.body(request, TokenizeBody)
-        tokens, served = await unless_left(request, service.tokens(body, request.state.client))
-        context = served.translator.context
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": context})
+    @post("/completion", LlamaBody)
+    @post("/infill", InfillBody)
+    async def llama(request: Request, body: LlamaBody) -> Response:
+        return await answer(request, body.completion(), lambda turn: LlamaForm(turn.answer))
+
+    @post("/tokenize", TokenizeBody)
+    async def tokenize(request: Request, body: TokenizeBody) -> Response:
+        def told(served: ServedModel) -> dict[str, Any]:
+            tokens = served.translator.tokens_of(body)
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": served.translator.context}
+
+        return JSONResponse(await service.read(request, body, told))
+
+    @post("/apply-template", TokenizeBody)
+    async def template(request: Request, body: TokenizeBody) -> Response:
+        def told(served: ServedModel) -> str:
+            return str(served.tokenizer.decode(served.translator.tokens_of(body)))
+
+        return JSONResponse({"prompt": await service.read(request, body, told)})
+
+    @post("/detokenize", DetokenizeBody)
+    async def detokenize(request: Request, body: DetokenizeBody) -> Response:
+        text = await service.read(request, body, lambda served: served.translator.text_of(body))
+        return JSONResponse({"prompt": text, "content": text})
+
+    @app.get("/props")
+    async def properties() -> Response:
+        return JSONResponse(props(await service.model(None, time.monotonic() + timeout_s)))
+
+    @app.get("/slots")
+    async def rows() -> Response:
+        return JSONResponse(slots(await service.model(None, time.monotonic() + timeout_s)))
 
     @app.get("/v1/models")
     async def listed() -> Response:
@@ -155,6 +195,8 @@ def make_app(
     async def failed(request: Request, error: Exception) -> Response:
         return await refused(request, ApiError(500, "internal error"))
 
+    _, described = models_json_schema(kinds, ref_template="#/components/schemas/{model}")
+    app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"])
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
 

@@ -77,6 +77,7 @@ EXTENDED = {
     # Processes and workers
     "tests/test_cache_folders.py": ("lookahead/utils/*",),
     "tests/test_doctor.py": ("lookahead/*/diagnosis.py", "lookahead/cli/doctor.py"),
+    "tests/test_serve_libraries.py": ("lookahead/serving/*", "tests/clients.txt"),
     "tests/test_serve_process.py": ("lookahead/cli/*", "lookahead/serving/*"),
     "tests/test_verdict_files.py": ("lookahead/*/verdict_files.py", "lookahead/utils/*"),
     "tests/test_changed_results.py": ("lookahead/jobs/*",),

@@ -25,7 +25,8 @@ class Running:
     def __init__(self, folder: str, **options: Any) -> None:
         decoding = {"rows": 3, "queue": 8, **options.pop("decoding", {})}
         serving = {"plain_user_text": options.pop("plain_user_text", False)}
-        given = {**serving, "config": None, "max_new_tokens": 3000, "loading": {"device": "cpu"}, "decoding": decoding}
+        serving["max_new_tokens"] = options.pop("max_new_tokens", 3000)
+        given = {**serving, "config": None, "loading": {"device": "cpu"}, "decoding": decoding}
         self.models = ServedModels([folder], **given)
         listener = listen("127.0.0.1", 0)
         self.name, self.port = self.models.names[0], listener.getsockname()[1]
