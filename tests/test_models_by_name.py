@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -74,9 +75,23 @@ def test_a_gguf_file_is_loaded_as_transformers_loads_it(tiny_gguf: Path, cache: 
 def test_a_gguf_file_is_converted_once(tiny_gguf: Path, cache: Path) -> None:
     said: list[str] = []
     folder = convert_once(tiny_gguf, said.append)
-    assert said == [f"converting {tiny_gguf.name} once (about 5 seconds)"]
+    takes = "its weights take 0.00 GB in fp32, 0.00 GB in bf16"
+    assert said == [f"converting {tiny_gguf.name} once (about 5 seconds); {takes}"]
     assert convert_once(tiny_gguf, said.append) == folder and len(said) == 1
     assert {each.name for each in cache.iterdir()} - {f".{folder.name}.lock"} == {folder.name}
+
+
+@needs_gguf
+def test_a_conversion_draws_its_bar_on_a_terminal_alone(
+    tiny_gguf: Path, cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_files, "_check_names", lambda *_: print("a line of its own", file=sys.stderr))
+    convert_once(tiny_gguf)
+    assert capfd.readouterr().err == "a line of its own\n"
+    shutil.rmtree(cache)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    convert_once(tiny_gguf)
+    assert "\rConverting" in capfd.readouterr().err
 
 
 @needs_gguf

@@ -16,15 +16,18 @@ from lookahead.cli.commands import App
 from lookahead.cli.doctor import doctor
 from lookahead.cli.draft_files import memory_app, pool_app
 from lookahead.cli.generate import generate
+from lookahead.cli.habits import log
 from lookahead.cli.measure import explain, train
 from lookahead.cli.models import models, pull
 from lookahead.cli.serve import serve
 from lookahead.cli.summarize import report, summarize
 from lookahead.cli.terminal import raise_on_sigterm
+from lookahead.cli.tokens import tokens
 from lookahead.cli.transcribe import transcribe
 
 app = App(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
-for command in (summarize, generate, chat, transcribe, serve, bench, explain, train, report, models, pull, doctor):
+_DAILY = (summarize, generate, chat, transcribe, serve)
+for command in (*_DAILY, bench, explain, train, report, models, pull, tokens, log, doctor):
     app.add(command)
 app.add_typer(pool_app, name="pool")
 app.add_typer(memory_app, name="memory")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import sys
 import textwrap
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from lookahead.cli.habits import TemplateOptions, last_session, log_answer
 from lookahead.cli.options import DraftingOptions, ModelOptions, SamplingOptions, new_tokens_option, option
 from lookahead.cli.terminal import (
     console,
@@ -25,7 +28,10 @@ from lookahead.cli.terminal import (
     tell_if_demonstration,
 )
 from lookahead.config import check_seed
-from lookahead.errors import ConfigError, PromptError, SessionError, count
+from lookahead.documents.decode_text import Reject
+from lookahead.documents.inputs import find_inputs
+from lookahead.documents.readers import read_documents
+from lookahead.errors import ConfigError, DocumentError, PromptError, SessionError, count
 
 if TYPE_CHECKING:
     from lookahead import Conversation
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
 _QUOTES = '"""'
 _HELP = (
     (_QUOTES, "begins and ends a message of several lines"),
+    ("/file FILE", "the next message brings the text of a file along: .txt, .md, .pdf, .docx, .html, a URL"),
     ("/undo", "take the last turn back"),
     ("/save FILE", "write the conversation to a file"),
     ("/reset", "forget the conversation"),
@@ -51,12 +58,13 @@ _SHOWN = 76  # characters of a message that is named
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(SamplingOptions, DraftingOptions, ModelOptions):
+class ChatOptions(SamplingOptions, DraftingOptions, TemplateOptions, ModelOptions):
     system: str | None = option(None, "System message.", metavar="TEXT")
     max_new_tokens: int = new_tokens_option(512, "Most tokens of an answer.")
     session: Path | None = option(
         None, "JSON file of the conversation: read if it exists, and written after each turn.", metavar="FILE"
     )
+    is_continued: bool = option(False, "Continue the last chat that had a file, or begin one.", "--continue", "-c")
 
 
 def chat(options: ChatOptions) -> None:
@@ -72,13 +80,15 @@ def chat(options: ChatOptions) -> None:
       lookahead chat --session french.json
       printf 'Hello!\\nAnd in French?\\n' | lookahead chat > answers.txt
     """
+    if options.is_saved():
+        return
     check_seed(options.seed)
     config = options.config()
     session, messages = None, None
-    if options.session is not None:
+    if (file := last_session(options.session, is_continued=options.is_continued)) is not None:
         from lookahead.decoding.session_file import SessionFile
 
-        session = SessionFile(options.session)
+        session = SessionFile(file)
         messages = session.read()
     loaded = load(options)
     import torch
@@ -94,7 +104,8 @@ def chat(options: ChatOptions) -> None:
         torch.manual_seed(options.seed)
     tell_if_demonstration(options.model)
     with memory_file_saved_at_exit(options, loaded.model):
-        are_answered = Chat(conversation, options.max_new_tokens, session).run()
+        note = partial(log_answer, "chat", options.model)
+        are_answered = Chat(conversation, options.max_new_tokens, session, note).run()
     if not are_answered:
         raise typer.Exit(1)
 
@@ -106,10 +117,18 @@ class Chat:
         conversation: Answers the messages.
         max_new_tokens: The most tokens of an answer.
         session: Where the messages are kept after every change; None for nowhere.
+        log: Receives every message and its answer.
     """
 
-    def __init__(self, conversation: Conversation, max_new_tokens: int, session: SessionFile | None = None) -> None:
-        self._conversation, self._max_new_tokens, self._session = conversation, max_new_tokens, session
+    def __init__(
+        self,
+        conversation: Conversation,
+        max_new_tokens: int,
+        session: SessionFile | None = None,
+        log: Callable[[str, str], None] = lambda message, answer: None,
+    ) -> None:
+        self._conversation, self._max_new_tokens, self._session, self._log = conversation, max_new_tokens, session, log
+        self._files: list[str] = []  # texts that the next message brings along
         self._is_terminal = sys.stdin.isatty()
         self._commands = {"/help": _show_help, "/undo": self._undo, "/reset": self._reset}
 
@@ -132,7 +151,7 @@ class Chat:
                 self._handle(line)
             except EOFError:
                 return are_answered
-            except (ConfigError, PromptError, SessionError) as error:
+            except (ConfigError, DocumentError, PromptError, SessionError) as error:
                 say("error", str(error))
                 are_answered = self._is_terminal
             except KeyboardInterrupt:
@@ -155,6 +174,8 @@ class Chat:
             raise ConfigError(f"{name} was removed: {_REMOVED[name]}")
         elif name == "/save":
             self._save_as(*rest)
+        elif name == "/file":
+            self._attach(*rest)
         elif name in self._commands:
             if rest:
                 raise ConfigError(f"{name} takes nothing after it, got {rest[0]!r}")
@@ -190,6 +211,17 @@ class Chat:
             self._conversation.save(file)
         _hint(f"{file}: {count(len(self._conversation.history), 'message')}")
 
+    def _attach(self, file: str = "") -> None:
+        """Read a document, whose text the next message brings along."""
+        if not file:
+            raise ConfigError("/file needs the name of a file")
+        (source,) = find_inputs([file])
+        for document in read_documents([source]):
+            if isinstance(document, Reject):
+                raise PromptError(document.error)
+            self._files.append(document.text)
+            _hint(f"{file}: {len(document.text):,} characters, for the next message")
+
     def _save(self) -> None:
         if self._session is not None:
             self._session.write(self._conversation.history)
@@ -198,6 +230,7 @@ class Chat:
         """Stream the answer to stdout, and print its speed to stderr."""
         if not message:
             return
+        message, self._files = "\n\n".join([*self._files, message]), []
         conversation, ending, was_stopped = self._conversation, "", False
         pieces = conversation.ask(message)
         if conversation.dropped:
@@ -224,6 +257,7 @@ class Chat:
             f"{stats.mean_acceptance_length:.2f} tokens a pass{ending}"
         )
         self._save()
+        self._log(message, str(conversation.history[-1].get("content", "")))
 
 
 def _hint(text: str) -> None:

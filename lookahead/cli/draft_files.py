@@ -184,7 +184,7 @@ def _fill(kind: Kind, options: Any, output: Path, *, overwrite: bool, adds: bool
     check_output(output, inputs, overwrite=overwrite)
     display, settings = PoolDisplay(count_documents(inputs)), dict[str, Any]()
     if kind == "pool":
-        tokenizer, settings["adds"] = _load_tokenizer(options.model), adds
+        tokenizer, settings["adds"] = load_tokenizer_of(options.model), adds
     else:
         settings["model"], tokenizer = load(options, measures_costs=False)
         settings["max_contexts"] = None if adds else options.max_contexts
@@ -202,7 +202,7 @@ def _fill(kind: Kind, options: Any, output: Path, *, overwrite: bool, adds: bool
 def _read_header(kind: Kind, path: str, model: str | None) -> Any:
     """The header of a file after a check of every byte, and that it was made for a model."""
     check_draft_file(kind, path)
-    tokenizer = _load_tokenizer(model) if model is not None and kind == "pool" else None
+    tokenizer = load_tokenizer_of(model) if model is not None and kind == "pool" else None
     loaded = load(ModelOptions(model=model), measures_costs=False) if model is not None and kind == "memory" else None
     from lookahead.ngram.memory_file import read_memory
     from lookahead.proposers.memory_files import header_of
@@ -216,7 +216,8 @@ def _read_header(kind: Kind, path: str, model: str | None) -> Any:
         return read_memory(path, fits)[0]
 
 
-def _load_tokenizer(model: str) -> Any:
+def load_tokenizer_of(model: str) -> Any:
+    """The tokenizer of a model, with a status line while it is loaded."""
     location, _ = locate_model(model, TOKENIZER_FILES)
     with console(sys.stderr).status("loading the tokenizer"):
         prepare_process(None)

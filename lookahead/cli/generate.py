@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.cli.habits import TemplateOptions, log_answer
 from lookahead.cli.options import (
     DraftingOptions,
     ModelOptions,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(OnePromptOptions, SamplingOptions, DraftingOptions, ModelOptions):
+class GenerateOptions(OnePromptOptions, SamplingOptions, DraftingOptions, TemplateOptions, ModelOptions):
     prompt: str | None = option(
         None, "A question or a text to continue, or - for stdin. (default: stdin)", argument=True, metavar="PROMPT",
         show_default=False,
@@ -71,6 +72,8 @@ def generate(options: GenerateOptions) -> None:
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
       lookahead generate "Dear Sir" --proposers none --heads ./heads --stats
     """
+    if options.is_saved():
+        return
     config = options.config()
     if options.acceptance != "exact":
         config = replace(config or LookaheadConfig(), acceptance=cast(Any, options.acceptance))
@@ -97,6 +100,7 @@ def generate(options: GenerateOptions) -> None:
     if options.as_json:
         ended = {"token_ids": pieces.token_ids, "finish_reason": pieces.finish_reason, "loops": pieces.loops}
         print(json.dumps({"model": options.model, "text": said, **ended, **pieces.stats.to_dict()}))
+    log_answer("generate", options.model, text, said)
     if pieces.finish_reason == "length":
         written = len(pieces.token_ids)
         is_limit = written >= options.max_new_tokens

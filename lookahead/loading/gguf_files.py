@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import glob
 import importlib.util
+import io
 import os
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -98,12 +100,14 @@ def _convert(file: Path, announce: Callable[[str], None] | None, folder: Path) -
     import transformers
 
     reader = open_checked(file)
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     if announce is not None:
         seconds = max(5, round(file.stat().st_size / 1e6 * _S_PER_MB, -1))
-        announce(f"converting {file.name} once (about {seconds:.0f} seconds)")
-    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+        wide, half = (f"{size * sum(sizes.values()) / 1e9:.2f} GB" for size in (4, 2))
+        takes = f"its weights take {wide} in fp32, {half} in bf16"
+        announce(f"converting {file.name} once (about {seconds:.0f} seconds); {takes}")
     options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
-    with one_error(file):
+    with one_error(file), _bars_only_on_a_terminal():
         config, tokenizer = read_parts(file, sum(sizes.values()))
         if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -112,6 +116,20 @@ def _convert(file: Path, announce: Callable[[str], None] | None, folder: Path) -
         set_end_token(model, tokenizer)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _bars_only_on_a_terminal() -> Iterator[None]:
+    """Keep the bar of transformers, which redraws itself at every tensor, out of logs; other lines are passed on."""
+    if sys.stderr is None or sys.stderr.isatty():
+        yield
+        return
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    finally:
+        sys.stderr.writelines(f"{line}\n" for line in said.getvalue().split("\n") if line and "\r" not in line)
 
 
 def read_parts(file: Path, numbers: int) -> tuple[Any, Any]:

@@ -1,0 +1,173 @@
+"""What a user asks to keep between commands: options under a name, the last chat, and a log of prompts and answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import closing
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import typer
+from platformdirs import user_data_path
+
+from lookahead.cli.options import option
+from lookahead.cli.terminal import harmless, say, show_line, usage_errors
+from lookahead.errors import ConfigError
+from lookahead.utils.atomic import read_json, write_atomically
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+_NAME = re.compile(r"\w[\w.-]*")
+_NOT_KEPT = {"prompt", "prompt_text", "save", "template"}  # options that belong to one call
+_COLUMNS = ("time", "command", "model", "prompt", "answer")
+_ON = 1  # the `user_version` of a log that is written to
+
+
+def kept(name: str) -> Path:
+    """The file of something that is kept, in the platform's folder of user data."""
+    return user_data_path("lookahead", appauthor=False) / name
+
+
+def _template_file(name: str) -> Path:
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(f"the name of options must be letters, digits, '.', '_' and '-', got {name!r}")
+    return kept("templates") / f"{name}.json"
+
+
+def _use_template(context: typer.Context, name: str | None) -> str | None:
+    if name is not None:
+        with usage_errors():
+            file = _template_file(name)
+            try:
+                values = dict(read_json(file))
+            except FileNotFoundError as error:
+                names = ", ".join(sorted(path.stem for path in file.parent.glob("*.json"))) or "none"
+                raise ConfigError(f"no options are kept as {name!r}, only {names}; --save keeps some") from error
+            except (OSError, ValueError, TypeError) as error:
+                raise ConfigError(f"{file}: not a file of options: {error}") from error
+            if unknown := values.keys() - {parameter.name for parameter in context.command.params}:
+                raise ConfigError(f"{file}: 'lookahead {context.info_name}' has no {', '.join(sorted(unknown))}")
+            context.default_map = values
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateOptions:
+    panel: ClassVar[str] = "Templates"
+
+    template: str | None = option(
+        None, "Take the options that --save keeps under this name.", "--template", "-t",
+        metavar="NAME", callback=_use_template, is_eager=True,
+    )  # fmt: skip
+    save: str | None = option(None, "Keep these options under a name, and do nothing else.", metavar="NAME")
+
+    def is_saved(self) -> bool:
+        """Keep the options if `--save` asks for it, those that differ from the defaults; whether it did."""
+        if self.save is None:
+            return False
+        file = _template_file(self.save)
+        values = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in _NOT_KEPT and field.default is not MISSING
+            if getattr(self, field.name) != field.default
+        }
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(values, default=str, indent=1) + "\n")
+        show_line(sys.stderr, f"-t {self.save} takes these options from {file}")
+        return True
+
+
+def last_session(session: Path | None, *, is_continued: bool) -> Path | None:
+    """The file of a chat: the named one, or with `is_continued` that of the last chat that had one; it is noted."""
+    note = kept("last_chat.txt")
+    if is_continued:
+        if session is not None:
+            raise ConfigError("--continue is for the last chat, and --session names one: pass one of them")
+        try:
+            session = Path(note.read_text("utf-8").strip())
+        except FileNotFoundError:
+            session = kept("chat.json")
+        session.parent.mkdir(parents=True, exist_ok=True)
+    if session is not None:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(note, f"{session.expanduser().absolute()}\n")
+    return session
+
+
+def log_answer(command: str, model: str, prompt: str, answer: str) -> None:
+    """Add an answer to the log, if the user has turned it on."""
+    if not (file := kept("log.db")).exists():
+        return
+    import sqlite3
+
+    try:
+        with closing(sqlite3.connect(file)) as base, base:
+            if _is_on(base):
+                row = command, model, prompt, answer
+                base.execute("INSERT INTO answers VALUES (datetime('now'), ?, ?, ?, ?)", [_text(each) for each in row])
+    except sqlite3.Error as error:
+        say("warning", f"the answer is not in the log {file}: {error}")
+
+
+def _text(value: str) -> str:
+    """Text without halves of surrogate pairs, which SQLite does not take."""
+    return value.encode("utf-8", "replace").decode()
+
+
+def _is_on(base: Connection) -> bool:
+    return bool(base.execute("PRAGMA user_version").fetchone()[0] == _ON)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    on: bool = option(False, "Keep prompts and answers from now on.")
+    off: bool = option(False, "Keep no more; the file stays.")
+    count: int = option(10, "Show the last N.", "--count", "-n", min=0)
+    as_json: bool = option(False, "Print one JSON object a line.", "--json")
+
+
+def log(options: LogOptions) -> None:
+    """Show the last prompts and answers, if you had them kept: by default nothing is.
+
+    The log is a file of SQLite, which nobody else may read. A line on stderr says where it is; remove it to forget all.
+
+    For example:
+
+      lookahead log --on
+      lookahead log -n 3
+      lookahead log --off
+    """
+    if options.on and options.off:
+        raise ConfigError("pass one of --on and --off")
+    file = kept("log.db")
+    if not file.exists() and not options.on:
+        show_line(sys.stderr, f"nothing is kept; 'lookahead log --on' keeps prompts and answers in {file}")
+        return
+    import sqlite3
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch(mode=0o600)
+    try:
+        with closing(sqlite3.connect(file)) as base, base:
+            base.execute(f"CREATE TABLE IF NOT EXISTS answers ({', '.join(_COLUMNS)})")
+            if options.on or options.off:
+                base.execute(f"PRAGMA user_version = {_ON if options.on else 0}")
+            is_on = _is_on(base)
+            columns = ", ".join(_COLUMNS)
+            found: list[Any] = base.execute(
+                f"SELECT {columns} FROM answers ORDER BY rowid DESC LIMIT ?", [options.count]
+            ).fetchall()
+    except sqlite3.Error as error:
+        raise ConfigError(f"{file}: {error}") from error
+    for row in reversed(found):
+        if options.as_json:
+            print(json.dumps(dict(zip(_COLUMNS, row, strict=True))))
+        else:
+            time, command, model, prompt, answer = map(harmless, row)
+            print(f"{time} {command} -m {model}\n> {prompt}\n{answer}\n")
+    show_line(sys.stderr, f"prompts and answers are {'kept' if is_on else 'no longer kept'} in {file}")
