@@ -42,6 +42,7 @@ class ServeOptions(DraftingOptions, DeviceOptions):
         metavar="NAME",
     )  # fmt: skip
     plain_user_text: bool = option(False, "Read special tokens in messages of users and tools as text.")
+    no_page: bool = option(False, "Serve no page at /.")
     api_key: str | None = option(
         None, "Key that clients must send: 'Authorization: Bearer KEY'. (default: that of LOOKAHEAD_API_KEY)",
         metavar="KEY",
@@ -62,7 +63,7 @@ def serve(options: ServeOptions) -> None:
     """Serve models over the OpenAI API to a handful of users.
 
     Requests are decoded together, each with its own options and drafts. A prompt that begins like an earlier one reads
-    only the rest. The page at / is a chat; metrics for Prometheus are at /metrics. Ctrl-C ends the server.
+    only the rest. The page at / is a chat with figures; metrics for Prometheus are at /metrics. Ctrl-C ends the server.
 
     For example:
 
@@ -100,6 +101,7 @@ def serve(options: ServeOptions) -> None:
     app = make_app(
         models, hosts=hosts, api_keys=keys, max_body=int(options.max_body_mb * (1 << 20)),
         timeout_s=options.request_timeout, cors_origins=options.cors_origin or (),
+        has_page=not options.no_page,
     )  # fmt: skip
     server = Server(app, models, options.log_level)
     if options.host in ("0.0.0.0", "::") and not options.allowed_host:

@@ -33,7 +33,7 @@ class Metrics:
         counter: Any = lambda name, text, *labels: Counter(f"lookahead_{name}", text, labels, registry=self._registry)  # noqa: E731
         self.requests = counter("requests", "Requests by path and status.", "path", "status")
         self._prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self._new = counter("completion_tokens", "Tokens that were written.")
+        self.new = counter("completion_tokens", "Tokens that were written.")
         self._passes = counter("passes", "Passes of the model after prompts, counted for every row.")
         self._drafted = counter("drafted_tokens", "Drafted tokens by source.", "source")
         self._accepted = counter("accepted_tokens", "Accepted tokens by source.", "source")
@@ -44,7 +44,6 @@ class Metrics:
     def count(self, stats: DecodingStats) -> None:
         """Count a finished output."""
         self._prompt.inc(stats.prompt_tokens)
-        self._new.inc(stats.emitted_tokens)
         self._passes.inc(stats.target_forwards)
         for counter, tokens in ((self._drafted, stats.drafted_by_source), (self._accepted, stats.accepted_by_source)):
             for source, number in tokens.items():

@@ -148,6 +148,7 @@ class Service:
                 raise shutting_down()
             if update.tokens and not choices[i].tokens:
                 self.metrics.first_token.observe(time.monotonic() - turn.started)
+            self.metrics.new.inc(len(update.tokens))
             yield i, update
             if update.is_last or choices[i].has_stopped:
                 ended.add(i)

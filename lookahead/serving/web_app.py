@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
+from hashlib import sha256
 from importlib import resources
 from typing import Any
 
@@ -57,6 +59,7 @@ def make_app(
     max_body: int = 4 << 20,
     timeout_s: float = 600.0,
     cors_origins: Sequence[str] = (),
+    has_page: bool = True,
 ) -> Any:
     """The ASGI application.
 
@@ -67,6 +70,7 @@ def make_app(
         max_body: Maximum bytes of a request.
         timeout_s: Maximum seconds of an answer.
         cors_origins: Allowed origins of web pages.
+        has_page: Whether there is a page at `/`.
     """
     app = FastAPI(title="lookahead", version=lookahead.__version__, docs_url=None, redoc_url=None)
     service, kept = Service(models, timeout_s), KeptMessages()
@@ -175,9 +179,12 @@ def make_app(
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/")
-    async def page() -> Response:
-        return HTMLResponse(resources.files("lookahead.serving").joinpath("page.html").read_text("utf-8"))
+    if has_page:
+        content = resources.files("lookahead.serving").joinpath("page.html").read_text("utf-8")
+
+        @app.get("/")
+        async def page() -> Response:
+            return HTMLResponse(content, headers={"Content-Security-Policy": _policy_of(content)})
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
@@ -204,3 +211,12 @@ def make_app(
         service.metrics.requests.labels(path, str(status)).inc()
 
     return Guard(app, hosts=hosts, api_keys=api_keys, max_body=max_body, origins=cors_origins, on_answer=count)
+
+
+def _policy_of(page: str) -> str:
+    """The content policy of a page: its own script and style, and requests to this server."""
+    policy = "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    for name in ("script", "style"):
+        text = page.partition(f"<{name}>")[2].partition(f"</{name}>")[0]
+        policy += f"; {name}-src 'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+    return policy
