@@ -15,8 +15,10 @@ from lookahead.decoding.prompts_ahead import PromptsAhead
 from lookahead.decoding.request import Request
 from lookahead.engine.engine import Engine
 from lookahead.serving.api_errors import ApiError
+from lookahead.serving.messages import MessagesBody
 from lookahead.serving.request_schemas import ChatBody, CompletionBody
 from lookahead.serving.requests import GenerationRequest
+from lookahead.serving.responses import ResponsesBody
 from lookahead.serving.safety import Guard
 from lookahead.serving.served_models import ServedModels
 from lookahead.serving.timed_workers import TimedWorkers
@@ -81,8 +83,16 @@ def test_numbers_and_texts_at_the_edge_of_what_can_be_computed_are_refused(serve
         (CompletionBody, {"prompt": [{}] * 5000}),
         (ChatBody, {f"field{i}": 1 for i in range(5000)}),
         (CompletionBody, {"prompt": "x", "logit_bias": {str(i): "x" for i in range(5000)}}),
+        (CompletionBody, {"prompt": "x", "structured_outputs": {"choice": [1] * 5000}}),
+        (ResponsesBody, {"input": [1] * 5000}),
+        (ResponsesBody, {"input": [{"role": "user", "content": [1] * 5000}]}),
+        (ResponsesBody, {"input": "x", "tools": [1] * 5000}),
+        (ResponsesBody, {"input": [{"type": "reasoning", "summary": [1] * 5000}]}),
+        (MessagesBody, {"max_tokens": 1, "messages": [1] * 5000}),
+        (MessagesBody, {"max_tokens": 1, "messages": [{"role": "user", "content": [1] * 5000}]}),
+        (MessagesBody, {"max_tokens": 1, "messages": [], "system": [1] * 5000, "tools": [1] * 5000}),
     ],
-    ids=["messages", "parts", "prompts", "fields", "biases"],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value)[:40],
 )
 def test_of_thousands_of_mistakes_a_few_are_looked_at(kind, body):
     with pytest.raises(ValidationError) as raised:

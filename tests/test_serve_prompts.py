@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 import lookahead
-from lookahead.serving import output
+from lookahead.serving import output, service
 from lookahead.serving.output import prompt_logprobs
 from lookahead.serving.parsing import parsed
 from lookahead.serving.request_schemas import CompletionBody
@@ -110,6 +110,13 @@ def test_a_client_that_leaves_ends_the_reading_of_its_prompt(server, monkeypatch
     monkeypatch.undo()
     assert server.complete(PROMPT, max_tokens=0, echo=True, logprobs=1).choices[0].text == PROMPT
     wait_until_idle(server)
+
+
+def test_log_probabilities_of_prompts_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(service, "_MOST_SCORED", 20)
+    body = {"prompt": [[9] * 7] * 3, "max_tokens": 0, "echo": True, "logprobs": 1}
+    status, answer = server.raw("POST", "/v1/completions", body)
+    assert status == 400 and "at most 20 tokens have log-probabilities, got 21" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,9 @@ def test_the_latest_responses_are_kept_up_to_a_bound(bound, monkeypatch):
 def test_a_schema_and_log_probabilities_are_those_of_the_chat(server):
     schema = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
     form: Any = {"type": "json_schema", "name": "x", "schema": {**schema, "additionalProperties": False}}
-    assert json.loads(ask(server, text={"format": form}, max_output_tokens=60).output_text)["x"] in ("a", "b")
+    got = ask(server, text={"format": form}, max_output_tokens=60)
+    assert json.loads(got.output_text)["x"] in ("a", "b")
+    assert (got.text.format.name, got.text.format.schema_) == ("x", form["schema"])
     for got in (ask(server, top_logprobs=2), streamed(server, top_logprobs=2)[1]):
         logs = got.output[0].content[0].logprobs
         assert len(logs) == 30 and all(len(each.top_logprobs) == 2 for each in logs)
@@ -169,7 +171,7 @@ def test_a_schema_and_log_probabilities_are_those_of_the_chat(server):
         ({"input": []}, "input"),
         ({"max_tokens": 3}, "max_tokens"),
         ({"window": 3}, "window: unknown field"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "response_format.json_schema"),
+        ({"text": {"format": {"type": "json_schema"}}}, "response_format.json_schema"),
     ],
     ids=str,
 )

@@ -17,9 +17,10 @@ from lookahead.serving.parsing import Body
 from lookahead.serving.request_schemas import (
     ChatBody,
     Content,
-    FunctionName,
+    Function,
     GenerationBody,
     Message,
+    ResponseFormat,
     StopText,
     text_of,
     translated,
@@ -63,14 +64,12 @@ class BlockMessage(Body):
     content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 
-class BlockTool(FunctionName):
+class BlockTool(Function):
     """A tool that the model may use."""
 
     ignores = frozenset(("cache_control", "eager_input_streaming", "input_examples"))
     type: Literal["custom"] | None = None
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
+    parameters: dict[str, Any] = Field(alias="input_schema")
 
 
 class BlockChoice(Body):
@@ -81,18 +80,11 @@ class BlockChoice(Body):
     name: str | None = None
 
 
-class OutputFormat(Body):
-    """The form of the output."""
-
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
 class OutputConfig(Body):
     """Options of the output."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
+    format: ResponseFormat | None = None
 
 
 class CountBody(GenerationBody):
@@ -114,16 +106,14 @@ class CountBody(GenerationBody):
         messages += [message for each in self.messages for message in _messages_of(each)]
         fields: dict[str, Any] = {"messages": messages, "stop": self.stop_sequences or self.stop, "service_tier": None}
         if self.tools:
-            tools = [tool.model_dump(exclude={"type"}) for tool in self.tools]
-            fields["tools"] = [{"type": "function", "parameters": tool.pop("input_schema"), **tool} for tool in tools]
+            fields["tools"] = [{"type": "function", **tool.model_dump(exclude={"type"})} for tool in self.tools]
         if self.tool_choice is not None:
             named = {"type": "function", "name": self.tool_choice.name}
             fields["tool_choice"] = _CHOICES.get(self.tool_choice.type, named)
         if self.output_config is not None:
-            effort, form = self.output_config.effort, self.output_config.format
+            effort = self.output_config.effort
             fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
-            if form is not None:
-                fields["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
+            fields["response_format"] = self.output_config.format
         return translated(ChatBody, self, **fields)
 
 

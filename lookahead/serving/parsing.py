@@ -15,10 +15,16 @@ _SHOULD = "Input should be "  # how pydantic's messages about types begin
 
 
 class Body(BaseModel):
-    """A JSON object of a client, whose fields are known; those in `ignores` have no effect."""
+    """A JSON object of a client, whose fields are known.
+
+    Attributes:
+        ignores: Fields without effect.
+        nests: A field of an inner object, and one of its fields: with the latter here, the inner object's are here.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignores: ClassVar[frozenset[str]] = frozenset()
+    nests: ClassVar[tuple[str, str]] = ("", "")
 
     @model_validator(mode="before")
     @classmethod
@@ -27,6 +33,10 @@ class Body(BaseModel):
             return given
         if len(given) > _MOST_FIELDS:
             raise ValueError(f"an object has at most {_MOST_FIELDS} fields here, got {len(given)}")
+        inner, mark = cls.nests
+        if mark in given and inner not in given:
+            rest = {name: value for name, value in given.items() if name != "type"}
+            given = {"type": given.get("type"), inner: rest}
         # An unknown field that is null is absent, as clients send what they got.
         names = _names_of(cls)
         return {

@@ -55,17 +55,6 @@ class TextPart(Body):
 Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
-class _Nested(Body):
-    """What names a function; the Responses API has its fields here."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_nested(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "function" not in given and "name" in given:
-            return {"type": given.get("type"), "function": {name: given[name] for name in given if name != "type"}}
-        return given
-
-
 class Function(Body):
     """A function that the model may call."""
 
@@ -75,9 +64,10 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(_Nested):
-    """A tool that the model may use."""
+class Tool(Body):
+    """A tool that the model may use; flat in the Responses API."""
 
+    nests = ("function", "name")
     type: Literal["function"]
     function: Function
 
@@ -88,9 +78,10 @@ class FunctionName(Body):
     name: Text
 
 
-class NamedTool(_Nested):
+class NamedTool(Body):
     """The tool that the model must use."""
 
+    nests = ("function", "name")
     type: Literal["function"]
     function: FunctionName
 
@@ -151,8 +142,9 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the output."""
+    """The form of the output; flat in other APIs."""
 
+    nests = ("json_schema", "schema")
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 

@@ -19,9 +19,9 @@ from lookahead.serving.request_schemas import (
     Content,
     Effort,
     GenerationBody,
-    JsonSchema,
     Message,
     NamedTool,
+    ResponseFormat,
     TextPart,
     Tool,
     ToolChoice,
@@ -67,17 +67,10 @@ class Reasoning(Body):
     effort: Effort | None = None
 
 
-class TextFormat(JsonSchema):
-    """The form of the text."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    schema_: dict[str, Any] | None = Field(None, alias="schema")  # type: ignore[assignment]  # of one type
-
-
 class TextOptions(Body):
     """Options of the text."""
 
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
     verbosity: Verbosity | None = None
 
 
@@ -108,10 +101,7 @@ class ResponsesBody(GenerationBody):
         fields: dict[str, Any] = {"messages": [*messages, *earlier, *self._messages()], "tools": self.tools}
         fields |= {"max_completion_tokens": self.max_output_tokens, "tool_choice": self.tool_choice}
         if self.text is not None:
-            fields["verbosity"] = self.text.verbosity
-            if self.text.format is not None:
-                schema = self.text.format.model_dump(by_alias=True, exclude_none=True)
-                fields["response_format"] = {"type": schema.pop("type"), "json_schema": schema or None}
+            fields |= {"verbosity": self.text.verbosity, "response_format": self.text.format}
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
         if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
@@ -132,7 +122,8 @@ class ResponsesBody(GenerationBody):
             else:
                 if not messages or messages[-1].role != "assistant":
                     messages.append(Message(role="assistant"))
-                messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), _call_of(item.model_dump())]
+                calls = messages[-1].tool_calls = messages[-1].tool_calls or []
+                calls.append(_call_of(item.model_dump()))
             if reasoning and messages and messages[-1].role == "assistant":
                 messages[-1].reasoning_content, reasoning = reasoning, ""
         return messages
@@ -152,6 +143,10 @@ class ResponsesForm(PartsForm):
         echoed = body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True)
         if body.tools:
             echoed["tools"] = [{"type": tool.type, **tool.function.model_dump()} for tool in body.tools]
+        if body.text is not None and body.text.format is not None:
+            form = body.text.format
+            inner = form.json_schema.model_dump(by_alias=True) if form.json_schema else {}
+            echoed["text"] = {**echoed["text"], "format": {"type": form.type, **inner}}
         if isinstance(body.tool_choice, NamedTool):
             echoed["tool_choice"] = {"type": "function", "name": body.tool_choice.function.name}
         self._id, self._keep, self._numbers = f"resp_{uuid.uuid4().hex}", keep, itertools.count()

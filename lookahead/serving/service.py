@@ -32,6 +32,7 @@ from lookahead.serving.timed_workers import TimedWorkers
 from lookahead.serving.translation import as_api_error
 
 T = TypeVar("T")
+_MOST_SCORED = 1 << 15  # tokens of prompts whose log-probabilities a request may have
 _READERS = 4  # threads for work whose size a client sets
 _READING_S = 10.0  # time limit of each piece of it
 _BODY_S = 30.0  # time limit for a body to arrive
@@ -108,6 +109,8 @@ class Service:
             if (top := body.prompt_top) is not None:
                 if body.stream and body.prompt_logprobs is not None:
                     raise invalid("prompt_logprobs", "are not streamed")
+                if (count := sum(map(len, prompts))) > _MOST_SCORED:
+                    raise invalid("prompt", f"at most {_MOST_SCORED} tokens have log-probabilities, got {count}")
                 for ids in prompts:
                     task, left = partial(prompt_logprobs, served.model, ids, top), _left(turn.deadline)
                     logprobs.append(await self._scorers.run(task, left, client=client, wait_s=left))
