@@ -49,6 +49,7 @@ class DecodingStats:
         backend: The backend that scored the tokens and its path: `"CpuBackend: passes as one call"`, or
             `"transformers"` for its own loop. The sum of rows with different backends says `"several"`; empty for beam
             search.
+        dtype: The type of the model, such as `"float32"`; `"several"` for a sum of rows with different ones.
     """
 
     prompt_tokens: int = 0
@@ -69,6 +70,7 @@ class DecodingStats:
     decode_s: float = 0.0
     ttft_s: float = 0.0
     backend: str = ""
+    dtype: str = ""
 
     @property
     def decoded_tokens(self) -> int:
@@ -76,12 +78,15 @@ class DecodingStats:
         return sum(length * passes for length, passes in self.acceptance_histogram.items())
 
     @property
-    def exactness(self) -> Literal["bitwise", "rounding"]:
-        """`"bitwise"` if every pass computed what `model.generate` computes bit for bit, else `"rounding"`.
+    def exactness(self) -> Literal["bitwise", "tokens", "rounding"]:
+        """How far the passes equal those of `model.generate`.
 
-        Rounding changes a token only where two are about equally likely.
+        `"bitwise"`: bit for bit. `"tokens"`, in float32: the tokens are equal, and the last bits of scores may differ.
+        `"rounding"`, in half precision: a token may change where two are about equally likely.
         """
-        return "bitwise" if self.bitwise_forwards == self.target_forwards > 0 else "rounding"
+        if self.bitwise_forwards == self.target_forwards > 0:
+            return "bitwise"
+        return "tokens" if self.dtype == "float32" else "rounding"
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -47,6 +47,7 @@ class BackendReport:
     model: str
     paths: tuple[PathReport, ...]  # the fastest last
     bits: str = ""  # of the logits of a row
+    dtype: str = ""  # of the model
 
     @property
     def summary(self) -> str:

@@ -310,7 +310,8 @@ class TorchBackend:
 
     def report(self) -> BackendReport:
         """See `Backend.report`."""
-        return BackendReport(type(self).__name__, type(self._model).__name__, tuple(self._paths()))
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        return BackendReport(type(self).__name__, type(self._model).__name__, tuple(self._paths()), dtype=dtype)
 
     def _paths(self) -> list[PathReport]:
         """The paths that `report` lists."""

@@ -69,6 +69,8 @@ def explain(options: ExplainOptions) -> None:
 
     prompt = options.prompt_of(loaded.tokenizer, text)
     settings: Any = {"max_new_tokens": options.max_new_tokens, "truncate": options.truncate, "do_sample": False}
+    # The first passes of a process pack weights and compile, which would count against the traced run alone.
+    lookahead.generate(*loaded, "The", config=LookaheadConfig(memory="request"), max_new_tokens=3, do_sample=False)
     with memory_file_saved_at_exit(options, loaded.model):
         traced = lookahead.trace(*loaded, prompt, config=config, **settings)
     plain = lookahead.generate(*loaded, prompt, config=LookaheadConfig(proposers=()), **settings).stats

@@ -171,7 +171,7 @@ class Engine:
         self._state.log_once(self._call.is_chain, report)
         is_whole = self._backend.is_read_whole if read is None else read.is_whole
         for row in rows:
-            row.encoded, row.stats.backend = None, report.summary
+            row.encoded, row.stats.backend, row.stats.dtype = None, report.summary, report.dtype
             row.policy = self._policy if is_whole and not (prefixes and row.stats.reused_tokens) else BitPolicy.ROUNDED
         drafts, scores = self._root_only(rows), read_scores(logits, TOP if self._needs_top else 0)
         results = self._verify(drafts, logits, scores, first)

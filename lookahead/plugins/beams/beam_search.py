@@ -167,6 +167,7 @@ class BeamLoop(PlainLoop):
             ids, stats = ids[: self._width + count], self.stats[row]
             stats.emitted_tokens, stats.decode_s, stats.ttft_s = count, seconds, seconds
             stats.acceptance_histogram[1] = stats.target_forwards = count - 1
+            stats.dtype = str(self._model.dtype).removeprefix("torch.")
             stats.bitwise_forwards = 0 if self._policy is BitPolicy.ROUNDED else stats.target_forwards
             found.append(StepOutput(row, ids[self._width :].numpy().astype(np.int32), self._reason(ids)))
         yield found
