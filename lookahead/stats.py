@@ -29,7 +29,8 @@ class DecodingStats:
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
-        reused_tokens: Tokens of the prompt whose keys and values were copied from an earlier text (`prefix_bytes`).
+        reused_tokens: Tokens of the prompt whose keys and values were copied: from an earlier text (`prefix_bytes`), or
+            from a row that begins alike.
         emitted_tokens: New tokens, including an end-of-sequence token.
         target_forwards: Target passes that verified this row's tree; prefill passes are not counted.
         bitwise_forwards: Target passes whose results equal those of `model.generate` bit for bit.

@@ -82,6 +82,7 @@ class Backend(Protocol):
             it holds only the last tokens, `[prompts, 1, size]`.
         prompt_hidden: Hidden states of the newest prompts by layer, `[tokens read, size]` each.
         packs_prompts: Whether `read` takes several prompts without padding, each as if it were alone.
+        reused_tokens: Tokens of the newest prompts that were copied from rows which begin alike.
     """
 
     cache: TreeCache
@@ -97,6 +98,7 @@ class Backend(Protocol):
     hidden: dict[int, Tensor]
     prompt_hidden: list[dict[int, Tensor]]
     packs_prompts: bool
+    reused_tokens: list[int]
 
     def serving(self) -> AbstractContextManager[None]:
         """Prepare the model for passes. All passes must run inside this block; blocks may be nested.
@@ -119,6 +121,7 @@ class Backend(Protocol):
         first: int = 0,
         *,
         encoded: Any = None,
+        texts: Sequence[IntArray] | None = None,
         on_prefill: OnPrefill | None = None,
     ) -> Tensor:
         """Read prompts into the cache. The last token of each is the first root, and is not committed yet.
@@ -129,6 +132,8 @@ class Backend(Protocol):
             prompts: int32 `[tokens]` for each active row from `first` on, longer than the row's cached prefix.
             first: The first of these rows.
             encoded: Encoder outputs of these rows, which join the batch with it.
+            texts: Tokens in the cache for each row before `first`, from its beginning. A prompt copies the keys and
+                values of the text, or earlier prompt, that begins most like it. None if it must not.
             on_prefill: Called before the first pass and after every pass.
 
         Returns:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.backend.pass_attention import Spans, attend
+from lookahead.backend.prompt_groups import PromptGroup, copy_beginning, groups_of
 from lookahead.backend.protocol import BackendReport, BitPolicy, OnPrefill, PathReport, Shape
 from lookahead.backend.tree_pass import AttentionSpan, PackedPrompts, TreePass
 from lookahead.drafting.tree import IntArray, TokenTree
@@ -77,6 +78,7 @@ class TorchBackend:
         self.ranks: Tensor | None = None
         self.hidden: dict[int, Tensor] = {}
         self.prompt_hidden: list[dict[int, Tensor]] = []
+        self.reused_tokens: list[int] = []
         self._mixers: Mapping[Any, MixTrees] = {}  # recurrent layers that kernels compute
         self._is_served, self._checkpointed = False, checkpointed(model) if plan.trains else []
         self._first_stamp: int | None = None  # of `has_changed`
@@ -137,19 +139,25 @@ class TorchBackend:
         first: int = 0,
         *,
         encoded: Any = None,
+        texts: Sequence[IntArray] | None = None,
         on_prefill: OnPrefill | None = None,
     ) -> Tensor:
-        """See `Backend.read`."""
+        """See `Backend.read`.
+
+        Args:
+            prompts: int32 `[tokens]` for each row from `first` on.
+            first: The first row.
+            encoded: Encoder outputs of the rows.
+            texts: Tokens in the cache for each row before `first`.
+            on_prefill: Called before the first pass and after every pass.
+        """
+        self.reused_tokens = [0] * len(prompts)
         if (logits := self._inputs.read()) is not None:
             return self._read_by_model(prompts, logits, on_prefill)
         if encoded is not None:
             self._inputs.join(encoded)
-        if len(prompts) > 1 and (self.cache.states or self.packs_prompts):
-            groups = self._groups_of(prompts, first)
-            if len(groups) > 1:
-                return self._read_in_groups(prompts, first, groups, on_prefill)
-            if self.packs_prompts:
-                return self._read_packed(prompts, first, on_prefill)
+        if self.packs_prompts or (self.cache.states and len(prompts) > 1):
+            return self._read_in_groups(prompts, first, self._groups_of(prompts, first, texts), on_prefill)
         with self._inputs.joining(), self.cache.slots.rows_from(first, len(prompts)):
             return self._read(prompts, on_prefill or (lambda *_: None))
 
@@ -163,57 +171,56 @@ class TorchBackend:
             report(longest, longest)
         return logits
 
-    def _groups_of(self, prompts: Sequence[IntArray], first: int) -> list[range]:
-        """The rows of `prompts` that are read in one pass each.
+    def _groups_of(
+        self, prompts: Sequence[IntArray], first: int, texts: Sequence[IntArray] | None
+    ) -> list[PromptGroup]:
+        """The prompts that are read in one pass each.
 
         Recurrent layers read prompts alone: padding after a shorter one would change its states. So do half-precision
-        layers a prompt of one token, whose products have other bits, and one that takes more than a pass.
+        layers a prompt of one token, whose products have other bits. There beginnings are not copied: their bits depend
+        on the length of the text that was read.
         """
-        new = [len(prompt) - int(self.cache.slots.lengths[row]) for row, prompt in enumerate(prompts, first)]
-        groups, tokens = list[range](), PREFILL_CHUNK
-        for row, size in enumerate(new):
-            is_alone = bool(self.cache.states) or size > PREFILL_CHUNK or (size == 1 and self._is_half)
-            if is_alone or tokens + size > PREFILL_CHUNK:
-                groups.append(range(row, row))
-                tokens = 0
-            groups[-1] = range(groups[-1].start, row + 1)
-            tokens = PREFILL_CHUNK if is_alone else tokens + size
-        return groups
+        cached = self.cache.slots.lengths[first : first + len(prompts)].tolist()
+        most = 0 if self.cache.states else PREFILL_CHUNK
+        texts = None if self._is_half or not self.packs_prompts else texts
+        return groups_of(prompts, cached, texts, most, fewest=2 if self._is_half else 1)
 
     def _read_in_groups(
-        self, prompts: Sequence[IntArray], first: int, groups: Sequence[range], report: OnPrefill | None
+        self, prompts: Sequence[IntArray], first: int, groups: Sequence[PromptGroup], report: OnPrefill | None
     ) -> Tensor:
         """`read` the prompts of one group after the other."""
         longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
         logits, hidden, whole = list[Tensor](), list[dict[int, Tensor]](), list[dict[int, Tensor]]()
-        for rows in groups:
-            some, told = [prompts[row] for row in rows], report if longest in rows else None
-            logits.append(self.read(some, first + rows.start, on_prefill=told))
+        for group in groups:
+            for row, (source, tokens) in enumerate(group.copies, first + group.first):
+                if source >= 0:
+                    copy_beginning(self.cache, source, row, tokens)
+            some, told = [prompts[at] for at in group.prompts], report if longest in group.prompts else None
+            with self._inputs.joining(), self.cache.slots.rows_from(first + group.first, len(some)):
+                read = self._read if len(some) == 1 else self._read_packed
+                logits.append(read(some, told or (lambda *_: None)))
             hidden.append(self.hidden)
             whole += self.prompt_hidden
         self.hidden = {layer: torch.cat([each[layer] for each in hidden]) for layer in self.hidden}
         self.prompt_hidden = whole
+        self.reused_tokens = [tokens if source >= 0 else 0 for group in groups for source, tokens in group.copies]
         return torch.cat(logits)
 
-    def _read_packed(self, prompts: Sequence[IntArray], first: int, report: OnPrefill | None) -> Tensor:
-        """`read` in one pass, without padding."""
-        longest = max(map(len, prompts))
-        if report is not None:
-            report(0, longest)
-        with self.cache.slots.rows_from(first, len(prompts)):
-            slots = self.cache.slots
-            committed, lengths = slots.lengths[: len(prompts)], np.array(list(map(len, prompts)))
-            new = [prompt[start:] for prompt, start in zip(prompts, committed, strict=True)]
-            slots.begin(longest - int(committed.max()))  # the slots that are read end with the longest prompt
-            packed = PackedPrompts(slots, self._device, new)
-            logits = self._forward(packed, BitPolicy.BATCH)[0]
-            committed[:] = lengths - 1
+    def _read_packed(self, prompts: Sequence[IntArray], report: OnPrefill) -> Tensor:
+        """`read` for all rows in the passes, in one pass without padding."""
+        longest, slots = max(map(len, prompts)), self.cache.slots
+        report(0, longest)
+        committed, lengths = slots.lengths[: len(prompts)], np.array(list(map(len, prompts)))
+        new = [prompt[start:] for prompt, start in zip(prompts, committed, strict=True)]
+        slots.begin(longest - int(committed.max()))  # the slots that are read end with the longest prompt
+        packed = PackedPrompts(slots, self._device, new)
+        logits = self._forward(packed, BitPolicy.BATCH)[0]
+        committed[:] = lengths - 1
         texts = {layer: states[0].split(packed.sizes) for layer, states in self.hidden.items()}
         self.prompt_hidden = [{layer: some[row] for layer, some in texts.items()} for row in range(len(prompts))]
         self.hidden = {layer: torch.stack([text[-1:] for text in some]) for layer, some in texts.items()}
         self.is_read_whole = True
-        if report is not None:
-            report(longest, longest)
+        report(longest, longest)
         return logits[:, None]
 
     def _read(self, prompts: Sequence[IntArray], report: OnPrefill) -> Tensor:

@@ -15,11 +15,12 @@ from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan, StepRecord
 from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, batch_propose_fn
 from lookahead.drafting.select import Draft, fit, merge
-from lookahead.drafting.tree import TokenTree
+from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.engine.row import Row, StepOutput
 from lookahead.kernels.topk import Scores, read_scores
 from lookahead.model.model_state import plan_of, state_of
 from lookahead.model.slots import RowCopy
+from lookahead.model.stamp import stamp_of
 from lookahead.model.tensor_parallel import tensor_parallel_group
 from lookahead.ngram.prune import FREE, Limits
 from lookahead.ngram.successors import TOP
@@ -163,7 +164,10 @@ class Engine:
             prefix.copy_to(self.cache, i)
             self._rows[i].stats.reused_tokens = prefix.tokens
         if read is None:
-            logits = self._backend.read(texts, first, encoded=joining, on_prefill=self._on_prefill)
+            before = self._texts_before(rows, first) if self.packs_prompts else None
+            logits = self._backend.read(texts, first, encoded=joining, texts=before, on_prefill=self._on_prefill)
+            for row, reused in zip(rows, self._backend.reused_tokens, strict=True):
+                row.stats.reused_tokens = max(row.stats.reused_tokens, reused)
         else:
             logits = read.copy_to(self.cache, first)
             rows[0].stats.reused_tokens = read.reused
@@ -183,6 +187,13 @@ class Engine:
             row.prefilled = now
             row.stats.prefill_s = row.stats.ttft_s = row.stats.prefill_s + now - started
         return outputs
+
+    def _texts_before(self, rows: Sequence[Row], first: int) -> list[IntArray]:
+        """The prompts of the running rows before new ones; empty for those that other weights have read."""
+        number = stamp_of(self._call.model).number
+        for row in rows:
+            row.read = number, row.text
+        return [text[: len(text) * (by == number)] for by, text in (row.read for row in self._rows[:first])]
 
     def step(self, *, is_refilled: bool = False, is_timed: bool = True) -> list[StepOutput]:
         """Advance all rows by one pass; the model must be in service.

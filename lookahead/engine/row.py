@@ -83,6 +83,7 @@ class Row:
         self.policy = BitPolicy.ROUNDED  # the bits of its passes
         self.finish_reason: FinishReason | None = None
         self.drafts = True  # whether drafts are made for it
+        self.read: tuple[int, IntArray] = 0, self.inputs  # the number of the stamp that read its prompt, and the prompt
         self.is_edited = False  # whether processors or criteria of a user's, which may write into the ids, are called
 
     @property

@@ -1,0 +1,97 @@
+"""Which prompts are read in one pass, and what they copy of rows that begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from lookahead.drafting.tree import IntArray
+from lookahead.model.cache import TreeCache, TreeLayer
+
+_FEWEST_SHARED = 16  # tokens that are worth copying
+
+
+@dataclass(slots=True)
+class PromptGroup:
+    """Prompts that are read in one pass.
+
+    Attributes:
+        first: The first of the prompts.
+        copies: For each prompt the row whose beginning it copies, or -1, and the tokens of the prompt that are cached
+            then.
+        tokens: Tokens that are read.
+    """
+
+    first: int
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def prompts(self) -> range:
+        """The prompts."""
+        return range(self.first, self.first + len(self.copies))
+
+
+def groups_of(
+    prompts: Sequence[IntArray], cached: Sequence[int], texts: Sequence[IntArray] | None, most: int, fewest: int
+) -> list[PromptGroup]:
+    """Group prompts in order.
+
+    Args:
+        prompts: int32 `[tokens]` for each row after those of `texts`.
+        cached: Tokens of each prompt that are in the cache.
+        texts: The tokens in the cache for each row before the prompts; None if nothing may be copied.
+        most: Maximum tokens of a pass over several prompts. A prompt with more is read alone.
+        fewest: Minimum tokens of a prompt that is read with others.
+    """
+    groups, open_group = list[PromptGroup](), PromptGroup(0)
+    for at, (prompt, held) in enumerate(zip(prompts, cached, strict=True)):
+        source = -1
+        if texts is not None:
+            source, held = _longer(prompt, [*texts, *prompts[: open_group.first]], 0, held)
+            if open_group.copies:  # its beginnings are copied only once that group is read
+                inner = _longer(prompt, prompts[open_group.first : at], len(texts) + open_group.first, held)
+                if inner[0] >= 0:
+                    groups.append(open_group)
+                    open_group, (source, held) = PromptGroup(at), inner
+        new = len(prompt) - held
+        is_alone = not fewest <= new <= most
+        if open_group.copies and (is_alone or open_group.tokens + new > most):
+            groups.append(open_group)
+            open_group = PromptGroup(at)
+        open_group.copies.append((source, held))
+        open_group.tokens += most if is_alone else new
+    return [*groups, open_group]
+
+
+def _longer(prompt: IntArray, others: Sequence[IntArray], first: int, held: int) -> tuple[int, int]:
+    """The text, numbered from `first`, that shares the longest beginning with a prompt, and its tokens.
+
+    -1 and `held` if no text shares enough more than `held` tokens.
+    """
+    shared = [min(_shared(prompt, other), len(prompt) - 1) for other in others]
+    best = max(range(len(shared)), key=shared.__getitem__, default=-1)
+    return (first + best, shared[best]) if shared and shared[best] >= held + _FEWEST_SHARED else (-1, held)
+
+
+def _shared(some: IntArray, others: IntArray) -> int:
+    """Length of the common beginning of two texts in tokens."""
+    size = min(len(some), len(others))
+    differs = np.flatnonzero(some[:size] != others[:size])
+    return int(differs[0]) if len(differs) else size
+
+
+def copy_beginning(cache: TreeCache, source: int, row: int, tokens: int) -> None:
+    """Copy the keys and values of the first tokens of a row into another one, which has none or fewer."""
+
+    def states() -> Iterator[tuple[Tensor, Tensor] | None]:
+        for layer in cache.layers:
+            if isinstance(layer, TreeLayer) and layer.is_initialized:
+                yield layer.keys[source, :tokens].transpose(0, 1), layer.values[source, :tokens].transpose(0, 1)
+            else:
+                yield None
+
+    cache.copy_prefix_from(row, states(), tokens, cache.slots.origins[source])
