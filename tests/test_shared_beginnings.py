@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,21 @@ def test_a_beginning_that_a_processor_rewrote_is_not_copied(tiny_tokenizer):
     assert one.stats.reused_tokens == 0  # they begin with different tokens, whatever was written over one
     expected = lookahead.generate(model, tiny_tokenizer, rewritten, per_row=Rewriting, **OPTIONS)
     assert [one.token_ids] == expected.token_ids
+
+
+def test_rows_of_a_server_never_copy_from_one_another_whatever_their_salts(tiny_tokenizer):
+    model = build(FAMILIES["Llama"])
+    reader = PromptReader(model, tiny_tokenizer, None, **OPTIONS)
+    scheduler, requests = Scheduler(reader, rows=8, is_mixed=True), list[Any]()
+    with closing(scheduler):
+        for index, prompt in enumerate([OTHER, *([*DOCUMENT[:40], last] for last in (1, 3, 4))]):
+            requests.append(scheduler.put(index, prompt, 40))
+            requests[-1].salt = str(index)
+            if index < 2:
+                next(scheduler.steps())  # the others join together, beside running rows
+        while not scheduler.is_idle:
+            scheduler.step()
+    assert [each.stats.reused_tokens for each in requests] == [0, 0, 0, 0]
 
 
 def test_groups_are_split_where_a_pass_is_full_or_a_beginning_is_still_to_be_read():

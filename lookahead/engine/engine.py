@@ -164,7 +164,8 @@ class Engine:
             prefix.copy_to(self.cache, i)
             self._rows[i].stats.reused_tokens = prefix.tokens
         if read is None:
-            before = self._texts_before(rows, first) if self.packs_prompts else None
+            # With a store of prefixes, that alone says what a prompt may copy of another.
+            before = self._texts_before(rows, first) if self.packs_prompts and not prefixes else None
             logits = self._backend.read(texts, first, encoded=joining, texts=before, on_prefill=self._on_prefill)
             for row, reused in zip(rows, self._backend.reused_tokens, strict=True):
                 row.stats.reused_tokens = max(row.stats.reused_tokens, reused)
