@@ -175,7 +175,7 @@ def steps_of(blocks: NDArray[np.uint8], kind: str) -> NDArray[np.uint32]:
         with np.errstate(over="ignore"):
             halves[..., 1] = -of_kind.zero * found[..., 0].astype(np.float32)  # a power of two
     if not np.isfinite(halves).all():
-        raise ValueError(f"a step of a {kind} block is no number, or too large")
+        raise ValueError(f"a step of a {kind} block is not a number, or too large")
     return halves.view(np.uint32)[..., 0]
 
 

@@ -87,7 +87,7 @@ def test_a_report_says_why_a_path_does_not_serve(tiny_llama: Any, own_cache_fold
     wide = made(dtype=SINGLE, hidden_size=512, intermediate_size=512, num_attention_heads=8)
     with kept_choice(own_cache_folder, "packed"):
         assert reasons_of(wide)["packed weights"][0]
-        assert reasons_of(wide, packs=False)["packed weights"] == (False, "the options say so")
+        assert reasons_of(wide, packs=False)["packed weights"] == (False, "an option turns it off")
     assert reasons_of(tiny_llama, has_kernels=False)["passes as one call"] == (
         False,
         "its kernels compute differently from the model's own code",
@@ -170,7 +170,7 @@ def test_a_report_in_short_names_the_fastest_path_that_serves(serving: str, summ
     assert BackendReport("Some", "Model", paths).summary == summary
 
 
-@pytest.mark.filterwarnings("ignore:the tokenizer '' may be that of another model")
+@pytest.mark.filterwarnings("ignore:the tokenizer '' may belong to another model")
 def test_stats_name_what_scored_the_tokens(tiny_llama: Any, tiny_tokenizer: Any) -> None:
     options: Any = {"max_new_tokens": 6, "do_sample": False}
     expected = lookahead.backend_report(tiny_llama).summary

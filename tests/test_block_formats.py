@@ -333,7 +333,7 @@ def test_a_step_that_is_no_number_is_refused_by_name(kind: str, tmp_path: Path) 
     made = blocks(kind, 2, 256)
     place = FORMATS[kind].scale_at
     made[1, place : place + 2] = np.array([np.inf], np.float16).view(np.uint8)
-    with pytest.raises(ValueError, match=f"a step of a {kind} block is no number, or too large"):
+    with pytest.raises(ValueError, match=f"a step of a {kind} block is not a number, or too large"):
         block_formats.lay_out(made, kind)
     if kind == "Q4_0":
 
@@ -341,7 +341,9 @@ def test_a_step_that_is_no_number_is_refused_by_name(kind: str, tmp_path: Path) 
             writer.tensors[0]["blk.0.attn_q.weight"].tensor[0, :2] = 255
 
         file = write_gguf(tmp_path / "hostile.gguf", size=64, kinds=dict.fromkeys(MIXED, kind), edit=edit)
-        with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_q\.weight: a step of a Q4_0 block is no number"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"blk\.0\.attn_q\.weight: a step of a Q4_0 block is not a number"
+        ):
             load_blocks(file)
 
 
@@ -387,7 +389,7 @@ def test_the_server_takes_a_file_as_it_is(medium: Path) -> None:
     from lookahead.serving.served_models import ServedModel
 
     loading = {"device": "cpu", "quantize": "gguf"}
-    served = ServedModel(str(medium), config=None, max_new_tokens=64, loading=loading, decoding={"rows": 2})
+    served = ServedModel("medium", str(medium), config=None, max_new_tokens=64, loading=loading, decoding={"rows": 2})
     assert isinstance(served.model.get_output_embeddings(), QuantizedLinear)
     ids = torch.tensor([served.tokenizer(PROMPT).input_ids])
     expected = load_blocks(medium).model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()

@@ -124,9 +124,13 @@ CHANGES = {
     "cut behind a line": (lambda path: write(path, *lines_of(path)[:-2]), r"FILE:LAST-1: another program cut off", -2),
     "cut in a line": (lambda path: write(path, path.read_bytes()[:-5]), "FILE:LAST: another program cut off", -1),
     "emptied": (lambda path: write(path, b""), "FILE:1: another program cut off the file here", 0),
-    "a line spoilt": (lambda path: spoil(path, 2), "FILE:2: no line of this job: .*; remove the line", "b"),
-    "a line made longer": (lambda path: spoil(path, 1, extra=b"!"), "FILE:1: no line of this job: .*; remove", "a"),
-    "no id": (lambda path: write(path, b"{}\n", *lines_of(path)[1:]), "FILE:1: no line of this job: .*; remove", "a"),
+    "a line spoilt": (lambda path: spoil(path, 2), "FILE:2: not a line of this job: .*; remove the line", "b"),
+    "a line made longer": (lambda path: spoil(path, 1, extra=b"!"), "FILE:1: not a line of this job: .*; remove", "a"),
+    "no id": (
+        lambda path: write(path, b"{}\n", *lines_of(path)[1:]),
+        "FILE:1: not a line of this job: .*; remove",
+        "a",
+    ),
     "a torn line behind": (lambda path: write(path, path.read_bytes(), b"mine"), "FILE: another program wrote to", ""),
 }
 

@@ -107,7 +107,7 @@ def test_a_message_longer_than_the_context_is_refused_and_forgotten(tiny_llama, 
     conversation = Conversation(tiny_llama, chat_tokenizer, max_new_tokens=12, **GREEDY)
     "".join(conversation.ask("abab"))
     before = list(conversation.messages)
-    with pytest.raises(PromptError, match=r"the message makes 6\d\d tokens, and there is room for 500"):
+    with pytest.raises(PromptError, match=r"the message has 6\d\d tokens, and there is room for 500"):
         conversation.ask("x" * 600)
     assert conversation.messages == before
 
@@ -176,7 +176,7 @@ def test_a_session_of_a_pipe_holds_its_turns_and_what_is_none_is_refused(run, cl
 def test_a_message_that_is_too_long_does_not_end_a_pipe_but_its_status_tells(run, tiny_llama, chat_tokenizer):
     result = run("chat", input="x" * 600 + "\nabab\n")
     assert (result.exit_code, result.stdout) == (1, answers(tiny_llama, chat_tokenizer, "abab")[0] + "\n")
-    assert result.stderr.startswith("error: the message makes 6")
+    assert result.stderr.startswith("error: the message has 6")
 
 
 def test_a_model_without_a_chat_template_is_refused_in_one_line(run, model_folder):

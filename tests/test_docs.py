@@ -47,14 +47,14 @@ NOT_RUN = {
     ("docs/measurements.md", "python -m bench.llm"),
     ("docs/architecture.md", "python -m tests.support.path"),
     ("docs/beams.md", "python -m bench.beams"),
-    ("docs/heads.md", "python -m tools.head_texts"),
+    ("docs/measurements.md", "python -m tools.head_texts"),
     ("docs/measurements.md", "python -m bench.never_slower"),
     ("docs/measurements.md", "python -m bench.ablation"),
     ("docs/pools.md", "python -m bench.ablation"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
-    ("docs/drop-in.md", "torchrun --nproc-per-node 2"),
-    ("docs/drop-in.md", 'model = AutoModelForImageTextToText.from_pretrained("PATH_OR_ID")'),
-    ("docs/drop-in.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
+    ("docs/drop-in-reference.md", "torchrun --nproc-per-node 2"),
+    ("docs/drop-in-reference.md", 'model = AutoModelForImageTextToText.from_pretrained("PATH_OR_ID")'),
+    ("docs/drop-in-reference.md", 'model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_ID")'),
     ("docs/models.md", "lookahead models --suggest"),
     ("docs/speech.md", "pip install 'lookahead-decoding[speech]'"),
     ("docs/speech.md", "model, processor ="),
@@ -66,7 +66,7 @@ NOT_RUN = {
     ("docs/grammars.md", 'lookahead generate "What'),
     ("docs/grammars.md", "grammar = lookahead.Grammar(tokenizer,"),
     ("docs/serving.md", "from openai import"),
-    ("docs/serving.md", "python -m bench.serve"),
+    ("docs/measurements.md", "python -m bench.serve"),
     ("docs/front-ends.md", "from langchain_huggingface import"),
     ("docs/front-ends.md", "from smolagents import"),
     ("docs/front-ends.md", "from lm_eval import"),
@@ -311,6 +311,13 @@ def test_commands_that_are_only_told_of_exist_too(page: str) -> None:
 def test_links_lead_to_files(page: str) -> None:
     for link in links_of(PAGES[page].read_text("utf-8")):
         assert (PAGES[page].parent / link).exists(), link
+
+
+def test_a_page_is_read_in_one_sitting_unless_it_is_reference() -> None:
+    reference = PAGES["docs/README.md"].read_text("utf-8").partition("## Reference\n")[2].partition("\n## ")[0]
+    for name, page in PAGES.items():
+        is_page = name.startswith("docs/") and page.name not in links_of(reference)
+        assert not is_page or page.read_text("utf-8").count("\n") <= 200, name
 
 
 def test_the_index_has_a_line_for_every_page() -> None:

@@ -72,7 +72,7 @@ def test_a_line_of_a_document_that_is_not_among_the_inputs_is_kept_and_told(whol
 def test_a_blank_line_in_the_middle_is_refused_as_blank_with_its_number(whole: bytes) -> None:
     first, *rest = lines(whole)
     OUT.write_bytes(b"".join([first, b"  \n", *rest]))
-    with pytest.raises(ConfigError, match=r"out\.jsonl:2: no line of this job: it is blank; remove the line"):
+    with pytest.raises(ConfigError, match=r"out\.jsonl:2: not a line of this job: it is blank; remove the line"):
         run("abc")
 
 

@@ -253,7 +253,7 @@ def test_a_damaged_line_in_the_middle_is_refused_by_its_number():
     first, _, third = OUT.read_bytes().splitlines(keepends=True)
     OUT.write_bytes(first + b"what is this\n" + third)
     with pytest.raises(
-        ConfigError, match=r"out\.jsonl:2: no line of this job: it is no JSON: .*; remove the line, or pass"
+        ConfigError, match=r"out\.jsonl:2: not a line of this job: it is not JSON: .*; remove the line, or pass"
     ):
         run(documents("a"), resume=True)
 
@@ -299,7 +299,7 @@ def test_results_that_are_there_are_neither_replaced_nor_gone_on_with_unasked(ki
 def test_a_manifest_that_is_none_is_refused():
     run(documents("a"))
     Path("out.jsonl.manifest.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"no manifest of a job; remove it to continue .*, or pass --overwrite"):
+    with pytest.raises(ConfigError, match=r"not the manifest of a job; remove it to continue .*, or pass --overwrite"):
         run(documents("a"), resume=True)
 
 

@@ -183,7 +183,7 @@ def test_a_foreign_parquet_file_beside_this_jobs_manifest_is_named_and_kept(colu
 def test_lines_of_another_job_beside_the_manifest_of_this_one_are_refused() -> None:
     run(documents("ab"))
     OUT.write_text(OUT.read_text().replace(JOB.fingerprint, "0" * 16))
-    with pytest.raises(ConfigError, match=r"out\.jsonl:1: no line of this job"):
+    with pytest.raises(ConfigError, match=r"out\.jsonl:1: not a line of this job"):
         run(documents("ab"), resume=True)
 
 
@@ -249,7 +249,7 @@ def test_of_two_jobs_begun_at_once_one_is_told_and_the_other_goes_on(monkeypatch
 def test_results_that_are_refused_can_be_begun_anew_by_the_same_process() -> None:
     run(documents("ab"))
     OUT.write_bytes(b"what is this\n" + OUT.read_bytes())
-    with pytest.raises(ConfigError, match=r"out\.jsonl:1: no line of this job"):
+    with pytest.raises(ConfigError, match=r"out\.jsonl:1: not a line of this job"):
         run(documents("a"), resume=True)
     assert run(documents("a"), overwrite=True).summarized == 1
 
@@ -270,7 +270,7 @@ def test_a_manifest_nested_without_end_or_a_pipe_in_its_place_is_none() -> None:
     run(documents("a"))
     manifest = Path("out.jsonl.manifest.json")
     manifest.write_text(DEEP)
-    with pytest.raises(ConfigError, match=r"no manifest of a job; remove it to continue .*, or pass --overwrite"):
+    with pytest.raises(ConfigError, match=r"not the manifest of a job; remove it to continue .*, or pass --overwrite"):
         run(documents("a"), resume=True)
     manifest.unlink()
     os.mkfifo(manifest)
@@ -283,7 +283,7 @@ def test_a_line_nested_without_end_is_none_of_the_job(file: Path) -> None:
     run([*documents("ab"), Reject("c", "no text")])
     first, *others = file.read_text().splitlines(keepends=True)
     file.write_text("".join((DEEP, first, *others)))
-    with pytest.raises(ConfigError, match=f"{file}:1: no line of this job"):
+    with pytest.raises(ConfigError, match=f"{file}:1: not a line of this job"):
         run(documents("abc"), resume=True)
 
 
@@ -345,7 +345,7 @@ def test_lines_of_another_job_are_left_alone_without_a_manifest() -> None:
     OUT.write_text(OUT.read_text().replace(JOB.fingerprint, "0" * 16))
     Path("out.jsonl.manifest.json").unlink()
     before = OUT.read_bytes()
-    with pytest.raises(ConfigError, match=r"out\.jsonl:1: no line of this job"):
+    with pytest.raises(ConfigError, match=r"out\.jsonl:1: not a line of this job"):
         run(documents("ab"), resume=True)
     assert OUT.read_bytes() == before and not Path("out.jsonl.manifest.json").exists()
 

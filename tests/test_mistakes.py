@@ -99,9 +99,7 @@ def warned(call, model, tokenizer):
 def test_a_tokenizer_of_another_model_is_warned_of_once_with_what_differs(call, tiny_llama, tiny_tokenizer):
     other = copy.deepcopy(tiny_tokenizer)
     other.bos_token, other.name_or_path = "<a>", "some/other"
-    message = (
-        "the tokenizer 'some/other' may be that of another model than 'LlamaForCausalLM': bos_token_id 4 against 1"
-    )
+    message = "the tokenizer 'some/other' may belong to another model than 'LlamaForCausalLM': bos_token_id 4 against 1"
     assert warned(call, tiny_llama, other) == [message]
     assert warned(call, tiny_llama, other) == []
     assert warned(call, tiny_llama, tiny_tokenizer) == []

@@ -310,7 +310,7 @@ def test_a_model_that_comes_quantized_is_not_quantized_again(named, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="its weights come quantized already; quantize must be None, got 'int8'"):
+    with pytest.raises(ConfigError, match="its weights are already quantized; quantize must be None, got 'int8'"):
         lookahead.load(tmp_path, device="cpu", quantize="int8")
 
 

@@ -193,9 +193,9 @@ def test_lines_that_are_none_are_counted_and_named(report) -> None:
     torn = json.dumps(line(2)).encode()[:50]
     shown = words(report([b"\xef\xbb\xbf", line(1), b"\n", b"{broken\n", b"[1]\n", b"\xff\n", {"other": 1}, torn]))
     assert "1 document summarized" in shown
-    assert "out.jsonl: 5 lines were left out: line 3 is no JSON" in shown
-    assert "line 4 is no JSON object but a list" in shown
-    assert "line 5 is no UTF-8 text" in shown
+    assert "out.jsonl: 5 lines were left out: line 3 is not JSON" in shown
+    assert "line 4 is a list, not a JSON object" in shown
+    assert "line 5 is not UTF-8 text" in shown
     assert "line 6 has neither summary nor stats, but 'other'" in shown
     assert "line 7 is torn, the last one." in shown
 
@@ -208,7 +208,7 @@ def test_a_last_line_without_its_line_break_counts_where_it_is_whole(report) -> 
 
 def test_a_last_line_with_its_line_break_is_not_called_torn(report) -> None:
     shown = words(report([line(1), b"{edited\n"]))
-    assert "line 2 is no JSON" in shown and "torn" not in shown
+    assert "line 2 is not JSON" in shown and "torn" not in shown
 
 
 def test_a_job_of_which_every_document_failed_has_a_report(report) -> None:
@@ -313,8 +313,8 @@ def test_a_report_replaces_a_report_and_no_other_file(run, tmp_path) -> None:
         ("docs.jsonl", b'{"id": 1, "text": "x"}\n' * 3, "line 1 has neither summary nor stats, but 'id', 'text'"),
         ("prose.txt", b"Once upon a time", "holds no results of 'lookahead summarize'"),
         ("rejects.jsonl", b'{"id": 1, "error": "x"}\n', "line 1 is of a file of rejects"),
-        ("picture.png", bytes(range(256)) * 40, "line 1 is no JSON"),
-        ("long.jsonl", b"no\n" * (PATIENCE + 5) + json.dumps(line()).encode(), "line 1 is no JSON"),
+        ("picture.png", bytes(range(256)) * 40, "line 1 is not JSON"),
+        ("long.jsonl", b"no\n" * (PATIENCE + 5) + json.dumps(line()).encode(), "line 1 is not JSON"),
         ("bad.parquet", b"PAR1 and nothing else", "bad.parquet: cannot be read as Parquet: "),
         ("none.parquet", None, "none.parquet: No such file"),
     ],

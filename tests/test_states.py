@@ -142,7 +142,7 @@ def test_drafts_end_where_the_context_is_full(tiny_tokenizer: Any) -> None:
     assert result.stats.target_forwards == 1  # behind the prompt
 
 
-@pytest.mark.filterwarnings("ignore:the tokenizer '' may be that of another model")
+@pytest.mark.filterwarnings("ignore:the tokenizer '' may belong to another model")
 @pytest.mark.parametrize("name", ["FalconH1", "Lfm2"])
 def test_rows_that_join_and_leave_keep_their_own_states(name: str, tiny_tokenizer: Any) -> None:
     model, prompts = build(FAMILIES[name]), ["abc", "The cat sat", "a", "The dog ran far", "xyz abc"]

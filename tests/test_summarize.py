@@ -334,7 +334,7 @@ def test_a_folder_without_a_model_or_with_a_broken_one_is_refused_in_one_line(tm
     with pytest.raises(UnsupportedModelError, match="cannot be loaded: ") as caught:
         loading.load(str(tmp_path))
     assert "\n" not in str(caught.value)
-    with pytest.raises(UnsupportedModelError, match=r"is a file, but no GGUF file"):
+    with pytest.raises(UnsupportedModelError, match=r"is a file, but not a GGUF file"):
         loading.load(str(tmp_path / "config.json"))
 
 

@@ -174,7 +174,7 @@ def test_an_address_that_is_none_or_leads_nowhere_is_told(hub, name, message):
 def test_an_address_is_no_folder_of_the_same_name(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "maker" / "tiny").mkdir(parents=True)
-    with pytest.raises(UnsupportedModelError, match="cannot be told from the folder maker/tiny here"):
+    with pytest.raises(UnsupportedModelError, match="has the name of the folder maker/tiny here"):
         locate_model("hf://maker/tiny")
 
 

@@ -128,7 +128,7 @@ class LogOptions:
     on: bool = option(False, "Keep prompts and answers from now on.")
     off: bool = option(False, "Keep no more; the file stays.")
     count: int = option(10, "Show the last N.", "--count", "-n", min=0)
-    as_json: bool = option(False, "Print one JSON object a line.", "--json")
+    as_json: bool = option(False, "Print one JSON object per line.", "--json")
 
 
 def log(options: LogOptions) -> None:

@@ -94,7 +94,7 @@ class JobOptions(DocumentOptions, SummaryOptions):
         metavar="ADDRESS",
     )
     workers: int | None = option(
-        None, "Number of workers. (default: one a GPU, or one a machine without GPUs)", min=1, max=1024
+        None, "Number of workers. (default: one per GPU, or one per machine without GPUs)", min=1, max=1024
     )
 
     def check_files(self) -> None:

@@ -25,11 +25,11 @@ class ModelsOptions:
         None, "Take this model from now on where a command names none; smollm2 undoes it.", metavar="NAME"
     )
     device: str | None = option(None, "Device of --suggest: cpu, cuda, ... (default: a GPU if there is one)")
-    as_json: bool = option(False, "Print one JSON object a line.", "--json")
+    as_json: bool = option(False, "Print one JSON object per line.", "--json")
 
 
 def models(options: ModelsOptions) -> None:
-    """List the models on this machine, one a line: names for --model, sizes, types and places.
+    """List the models on this machine, one per line: names for --model, sizes, types and places.
 
     The list has the default model, the models in the cache of the Hugging Face Hub, and converted GGUF files. To use
     another folder or file, pass its path. A model of the Hub's cache has its name without the owner too.

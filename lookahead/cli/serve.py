@@ -47,7 +47,7 @@ class ServeOptions(DraftingOptions, DeviceOptions):
         None, "Key that clients must send: 'Authorization: Bearer KEY'. (default: that of LOOKAHEAD_API_KEY)",
         metavar="KEY",
     )  # fmt: skip
-    api_key_file: Path | None = option(None, "File with a key of each client, one a line.", metavar="FILE")
+    api_key_file: Path | None = option(None, "File with a key of each client, one per line.", metavar="FILE")
     allowed_host: list[str] = option(
         None, "Another name of this server that the header Host may have; may be repeated.", metavar="NAME"
     )

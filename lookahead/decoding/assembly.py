@@ -181,7 +181,7 @@ def _drafting(
         learned.cost.node_cost = plan.part("node cost", plan.form, partial(node_cost, model))
     reads_hidden = any(proposer.hidden_layers for proposer in proposers)
     if reads_hidden and not shows_hidden:
-        raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: take others")
+        raise UnsupportedModelError(f"{type(model).__name__} shows no hidden states to proposers: choose others")
     tp_group = tensor_parallel_group(model) if plan.processes > 1 else None
     if tp_group is not None:
         validate_tensor_parallel(model, reads_hidden=reads_hidden, by_rejection=call.by_rejection)

@@ -138,7 +138,7 @@ class Conversation:
         fitting = self._reader.fit_chat(messages)
         ids = self._reader.render(fitting)
         if self._reader.room is not None and len(ids) > self._reader.room:
-            raise PromptError(f"the message makes {len(ids)} tokens, and there is room for {self._reader.room}")
+            raise PromptError(f"the message has {len(ids)} tokens, and there is room for {self._reader.room}")
         self.dropped = len(messages) - len(fitting)
         self._continue_from(ids)
         # A cache of states alone has no token count, so every question is read with the whole history.

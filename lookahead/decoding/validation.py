@@ -88,7 +88,7 @@ def check_pair(model: Any, tokenizer: object) -> None:
             differences.append(f"{name} {own} against {', '.join(map(str, sorted(given)))}")
     if differences:
         names = f"{tokenizer.name_or_path!r}", f"{model.config.name_or_path or type(model).__name__!r}"
-        told = f"the tokenizer {names[0]} may be that of another model than {names[1]}: {'; '.join(differences)}"
+        told = f"the tokenizer {names[0]} may belong to another model than {names[1]}: {'; '.join(differences)}"
         warn(told)
 
 
@@ -346,7 +346,7 @@ def prompt_lengths(
     input_ids, given = input_ids[::beams], None if given is None else given[::beams]
     batch_size, longest = input_ids.shape
     if not batch_size:
-        raise PromptError("input_ids hold no prompt")
+        raise PromptError("input_ids have no prompt")
     if not longest:
         raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
     if input_ids.is_floating_point():

@@ -61,7 +61,7 @@ def read_manifest(results: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
         what = "remove it to continue with lines that name their job, or pass --overwrite to start over"
-        raise ConfigError(f"{path}: no manifest of a job; {what}") from error
+        raise ConfigError(f"{path}: not the manifest of a job; {what}") from error
     raise ConfigError(f"{path}: version {version!r}; this release continues version {VERSION}")
 
 

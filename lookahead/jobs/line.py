@@ -167,8 +167,8 @@ class Entry(NamedTuple):
     offset: int  # in bytes; 0 in a Parquet file
     size: int  # in bytes
     line: Line | None
-    problem: str = ""  # a predicate: "is no JSON: …"
-    is_torn: bool = False  # whether it is no JSON object and the last one, leniently only without a line break
+    problem: str = ""  # a predicate: "is not JSON: …"
+    is_torn: bool = False  # whether it is not JSON object and the last one, leniently only without a line break
 
 
 def read_entries(
@@ -213,7 +213,7 @@ def parse_line(line: bytes) -> Record:
     """The JSON object of a line of text.
 
     Raises:
-        ValueError: The line is not a JSON object, or has no line break. The message is a predicate: "is no JSON: …".
+        ValueError: The line is not a JSON object, or has no line break. The message is a predicate: "is not JSON: …".
     """
     if not line.endswith(b"\n"):
         raise ValueError("is torn")
@@ -223,7 +223,7 @@ def parse_line(line: bytes) -> Record:
         record = parse_json(line.decode("utf-8-sig"))
     except ValueError as error:
         what = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else "JSON"
-        raise ValueError(f"is no {what}: {error}") from error
+        raise ValueError(f"is not {what}: {error}") from error
     if not isinstance(record, dict):
-        raise ValueError(f"is no JSON object but a {type(record).__name__}")
+        raise ValueError(f"is a {type(record).__name__}, not a JSON object")
     return record

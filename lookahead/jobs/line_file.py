@@ -188,7 +188,7 @@ class LineFile(ExitStack):
     def _damage(self, number: int, problem: str) -> ResultsError:
         """The error about a line that another program changed while the job ran; `number` begins at 1."""
         changed = "another program changed it while the job ran"
-        return ResultsError(f"{self.path}:{number}: no line of this job: it {problem}; {changed}; remove the line")
+        return ResultsError(f"{self.path}:{number}: not a line of this job: it {problem}; {changed}; remove the line")
 
     def _remove_if_empty(self) -> None:
         with suppress(OSError):
@@ -250,8 +250,8 @@ def read_earlier(path: Path, read: Callable[[Record], Line], notes: list[str]) -
             notes.append(f"{path}: cut off its last line, which was {was} ({entry.size} bytes)")
         elif entry.line is None:
             raise ConfigError(
-                f"{path}:{entry.number}: no line of this job: it {entry.problem}; remove the line, or pass --overwrite "
-                "to start over"
+                f"{path}:{entry.number}: not a line of this job: it {entry.problem}; remove the line, or pass "
+                "--overwrite to start over"
             )
         else:
             yield entry.line, entry.offset

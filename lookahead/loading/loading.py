@@ -101,7 +101,7 @@ def load(
         config = AutoConfig.from_pretrained(folder, **options)
         tokenizer = (AutoProcessor if reads_sound(config) else AutoTokenizer).from_pretrained(folder, **options)
         if quantization is not None and getattr(config, "quantization_config", None) is not None:
-            raise ConfigError(f"its weights come quantized already; quantize must be None, got {quantize!r}")
+            raise ConfigError(f"its weights are already quantized; quantize must be None, got {quantize!r}")
         if is_gguf(location) and has_plan(folder):
             from lookahead.loading.gguf_loading import load_file
 
@@ -249,7 +249,7 @@ def locate_model(model: str, files: Sequence[str] = ("config.json",)) -> tuple[s
     if path.is_file():
         if not is_gguf(path):
             raise UnsupportedModelError(
-                f"model {model!r} is a file, but no GGUF file; name a .gguf file or the folder that holds config.json"
+                f"model {model!r} is a file, but not a GGUF file; name a .gguf file or the folder with config.json"
             )
         return str(path), True
     is_path = model.startswith((".", "~")) or model.endswith(".gguf") or not _HUB_ID.fullmatch(model)
@@ -287,7 +287,7 @@ def _locate_on_hub(model: str, files: Sequence[str]) -> tuple[str, bool]:
     if file:
         return _hub_file(model, repository, file), True
     if os.path.isdir(repository):  # transformers would load the folder
-        raise UnsupportedModelError(f"model {model!r} cannot be told from the folder {repository} here; move that away")
+        raise UnsupportedModelError(f"model {model!r} has the name of the folder {repository} here: rename that folder")
     _check_hub(repository, tuple(files))
     return repository, False
 

@@ -322,7 +322,7 @@ def resolve_quantize(name: str | None, device: torch.device) -> _Config | None:
         return None
     check_names("auto", name)
     if device.type != "cpu":
-        remedy = "name the device cpu, or a model whose weights come quantized"
+        remedy = "name the device cpu, or a model whose weights are already quantized"
         raise ConfigError(f"quantize={name!r} is for a CPU, got the device {device}: {remedy}")
     if name == "int4" and not block_product.is_supported():
         raise ConfigError("quantize='int4' needs a CPU with instructions for float16; quantize must be int8 or None")

@@ -77,7 +77,8 @@ def prompt_logprobs(model: PreTrainedModel, ids: list[int], top: int) -> list[To
     """
     causal_lm: Any = model
     if kind_of(model).has_encoder or (len(ids) > _PART and prefills_at_once(model)):
-        raise UnsupportedModelError(f"{type(model).__name__} gives no log-probabilities of a prompt so long, or of any")
+        why = "an encoder reads it" if kind_of(model).has_encoder else "it is too long to be read at once"
+        raise UnsupportedModelError(f"{type(model).__name__} gives no log-probabilities of this prompt: {why}")
     found, cache = [TokenLogprobs(ids[0], None, [])], None
     for start in range(0, len(ids), _PART):
         part = torch.tensor([ids[start : start + _PART]], device=input_device(model))

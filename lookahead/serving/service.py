@@ -139,7 +139,9 @@ class Service:
             try:
                 i, update = await asyncio.wait_for(turn.updates.get(), _left(turn.deadline))
             except (asyncio.TimeoutError, TimeoutError):
-                raise ApiError(504, f"the answer took more than {self._timeout_s:g} s; --request-timeout") from None
+                raise ApiError(
+                    504, f"the answer took more than {self._timeout_s:g} s; --request-timeout sets the limit"
+                ) from None
             if i in ended:  # after a stop text
                 continue
             if update.error is not None:

@@ -139,7 +139,7 @@ class LinearScope:
         size = sum({id(layer.weight): layer.weight.nbytes for layer in layers}.values())
         memory = memory_bytes()
         if not packs:
-            self.reason = "the options say so"
+            self.reason = "an option turns it off"
         elif size > _SHARE_OF_MEMORY * memory:
             self.reason = f"they would take {size >> 20} MiB of {memory >> 20}"
         self.packs = not self.reason

@@ -78,7 +78,7 @@ def _owners_of(model: Any, family: Family) -> list[Any] | str:
         if name_of(model) == (file, f"{name}ForConditionalGeneration"):
             owners.append(getattr(owners[1], decoder, None))
             names = [name_of(model), (file, f"{name}Model"), names[1]]
-    return owners if list(map(name_of, owners)) == names else f"it is no {family.name}ForCausalLM of transformers"
+    return owners if list(map(name_of, owners)) == names else f"it is not {family.name}ForCausalLM of transformers"
 
 
 def _placeholders_of(config: Any) -> set[int]:

@@ -101,7 +101,7 @@ class DecoderKind(ModelKind):
             raise UnsupportedModelError(f"{got}; leave out custom_generate to continue from them")
         kind = type(past.self_attention_cache)
         if validation.is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
-            raise UnsupportedModelError(f"a {kind.__name__} is not given back; leave out custom_generate for it")
+            raise UnsupportedModelError(f"a {kind.__name__} is not returned; leave out custom_generate for it")
 
     def encoded(self, call: Any, *, is_returned: bool) -> Encoded:
         return encoded_by(call, is_returned=is_returned)
