@@ -7,7 +7,7 @@ includes all inputs of a target pass: candidates are found and scored, and at mo
 with its ancestor masks and positions. `propose` drafts from the n-grams of the request. `mixture` also drafts from the
 n-grams of an earlier text of the same length, and from recycled logits, of which every node of every tree leaves eight
 successors. `append_bulk_us` is the time per prompt token, `append_us` the time of a call with one new token. One thread
-is used.
+is used. `step` is the CPU time of whole steps of the engine without their pass and without reading its logits.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bench.command import parser_of, publish, seconds_of, use_one_thread
 from lookahead.config import LookaheadConfig
+from lookahead.decoding.plan import plan_request
 from lookahead.drafting.proposal import Feedback, Top
 from lookahead.drafting.select import merge
 from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.engine import engine
+from lookahead.model.calls import resolve_call
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.prune import Limits
 from lookahead.ngram.successors import TOP
@@ -66,6 +71,38 @@ def time_proposals(
     return {"p50_us": middle, "p99_us": slowest, "nodes": median(nodes)}
 
 
+def time_steps(config: LookaheadConfig, prompts: int = 60) -> dict[str, float]:
+    """Microseconds of steps over a small random model without their pass: lower quartile and median."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model, rng, taken = LlamaForCausalLM(LlamaConfig(vocab_size=320, **sizes)).eval(), np.random.default_rng(0), []
+    clock, read, apart = time.thread_time, engine.read_scores, [0.0]
+
+    def aside(work: Any) -> Any:
+        def timed(*args: Any) -> Any:
+            begin = clock()
+            result = work(*args)
+            apart[0] += clock() - begin
+            return result
+
+        return timed
+
+    with patch.object(engine, "read_scores", aside(read)):
+        for _ in range(prompts):
+            words = rng.integers(10, 300, (6, 8))
+            ids = torch.tensor(words[rng.integers(6, size=40)].reshape(1, -1))
+            call = resolve_call(model, ids, max_new_tokens=40, do_sample=False, eos_token_id=None)
+            decoding: Any = plan_request(call, config).begin()
+            decoding._backend.score = aside(decoding._backend.score)
+            with decoding.serving():
+                decoding.admit(decoding.batch)
+                while decoding._rows:
+                    begin, apart[0] = clock(), 0.0
+                    decoding.step()
+                    taken.append(1e6 * (clock() - begin - apart[0]))
+    quarter, middle = np.percentile(taken[len(taken) // 4 :], (25, 50)).round(1).tolist()
+    return {"p25_us": quarter, "p50_us": middle}
+
+
 def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:
     minimum, memory, index = LookaheadConfig().min_probability, Memory(), ChainIndex()
     memory.outputs.append(text[-length:])
@@ -99,11 +136,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"the text has {len(text)} tokens, and {max(lengths) + options.steps} are needed")
     measure(text, min(lengths), options.steps)  # compiles and warms up
     results = {length: measure(text, length, options.steps) for length in lengths}
-    for length, figures in results.items():
-        print(length, figures)
-    publish(
-        {"steps": options.steps, "most_nodes": NODES, "text": options.text.name, "contexts": results}, options.output
-    )
+    ways = {"16 nodes": {"draft": "fixed", "max_nodes": 16}, "auto": {}, "plain": {"proposers": ()}}
+    torch.manual_seed(20)
+    step = {name: time_steps(LookaheadConfig(memory="request", **way)) for name, way in ways.items()}
+    for name, figures in {**results, **step}.items():
+        print(name, figures)
+    settings = {"steps": options.steps, "most_nodes": NODES, "text": options.text.name}
+    publish({**settings, "contexts": results, "step": step}, options.output)
 
 
 if __name__ == "__main__":

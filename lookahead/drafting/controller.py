@@ -215,4 +215,7 @@ class Controller:
 
 def _at(curve: FloatArray, nodes: float) -> float:
     """The cost of a step, interpolated in a curve."""
-    return float(np.interp(nodes, np.arange(len(curve)), curve))
+    low = int(nodes)
+    if low + 1 >= len(curve):
+        return float(curve[-1])
+    return float(curve[low] + (nodes - low) * (curve[low + 1] - curve[low]))

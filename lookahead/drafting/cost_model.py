@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead.errors import ConfigError
+from lookahead.ngram.inlining import jit_inline
+from lookahead.utils.jit import njit
 
 FloatArray = NDArray[np.float64]
 
@@ -68,30 +70,14 @@ class StepCost:
 
         `nodes` are the nodes of its largest tree, `context` the tokens of its longest row.
         """
-        bucket = _bucket_of(rows, context)
-        table = self._tables.setdefault(bucket, self._near(bucket).copy())
+        table = self._tables.get(bucket := _bucket_of(rows, context))
+        if table is None:
+            table = self._tables[bucket] = self._near(bucket).copy()
         if bucket not in self._measured:
             self._measured.add(bucket)
             # Keep the shape measured elsewhere, and take the scale from one step.
-            table *= seconds / float(self._seconds(table, rows * nodes))
-        nearest, plain = _BORDERS.searchsorted((rows * nodes, rows))
-        guess = self._guess(_POINTS)
-        ratios = table / guess
-        change = seconds / float(self._seconds(table, rows * nodes))
-        expected = seconds / change / self._guess(rows * nodes)
-        if table.any():
-            # The first measurement of a point replaces the interpolated value. So does one below half of it: the old
-            # value was a step delayed by other work.
-            rate = _RATE if ratios[nearest] > 0.0 and change * _OUTLIER > 1.0 else 1.0
-            change = 1.0 + rate * (min(change, _OUTLIER) - 1.0)
-        if nearest == plain:
-            ratios *= change
-        ratios[nearest] = expected * change
-        if ratios[plain] > 0.0:
-            decays = ratios > ratios[plain]
-            decays[nearest] = False
-            ratios[decays] += _FORGET * (ratios[plain] - ratios[decays])
-        table[:] = ratios * guess
+            table *= seconds / self._seconds(table, rows * nodes)
+        _learn(table, float(rows * nodes), float(rows), seconds, self.node_cost)
 
     def knows(self, rows: int, context: int = 0) -> bool:
         """Whether a step was measured in the bucket of these rows and this context."""
@@ -106,7 +92,8 @@ class StepCost:
         table = self._tables.get(bucket := _bucket_of(rows, context))
         if table is None:
             table = self._near(bucket)
-        return self._seconds(table, np.maximum(1, rows * np.arange(nodes + 1)))
+        curve: FloatArray = _curve(table, float(rows), nodes, self.node_cost)
+        return curve
 
     def plain(self, rows: int, context: int = 0) -> FloatArray:
         """Cost of a plain step of 0, 1, …, `rows` rows, float64 `[rows + 1]`, in units of `curve`; non-decreasing."""
@@ -161,12 +148,9 @@ class StepCost:
         """Cost of a step before anything was measured, in steps of one token."""
         return 1.0 + self.node_cost * (tokens - 1.0)
 
-    def _seconds(self, table: FloatArray, tokens: NDArray[Any] | float) -> FloatArray:
-        """Cost of steps of `tokens` tokens: the first estimate times the ratio interpolated between measured points."""
-        known = table > 0.0
-        points = _POINTS[known]
-        ratio = np.interp(tokens, points, table[known] / self._guess(points)) if known.any() else 1.0
-        return np.asarray(self._guess(tokens) * ratio)
+    def _seconds(self, table: FloatArray, tokens: float) -> float:
+        """Cost of a step of `tokens` tokens: the first estimate times the ratio interpolated between known points."""
+        return float(_curve(table, float(tokens), 1, self.node_cost)[1])
 
 
 def padded_nodes(nodes: int, most: int) -> int:
@@ -183,3 +167,59 @@ def _bucket_of(rows: int, context: int) -> Bucket:
     """The bucket of a number of rows and a length of context."""
     beyond = max(0, context - 1) // _SHORT_CONTEXT
     return (rows - 1).bit_length(), (beyond.bit_length() + 1) // 2
+
+
+@jit_inline
+def _ratio_at(table, tokens, node_cost):
+    """Measured cost over the first estimate, interpolated between the measured points around `tokens`."""
+    below = above = -1
+    for point in range(len(table)):
+        if table[point] > 0.0:
+            if _POINTS[point] > tokens:
+                above = point
+                break
+            below = point
+    if below < 0 and above < 0:
+        return 1.0
+    if below < 0 or above < 0:
+        point = max(below, above)
+        return table[point] / (1.0 + node_cost * (_POINTS[point] - 1.0))
+    low = table[below] / (1.0 + node_cost * (_POINTS[below] - 1.0))
+    high = table[above] / (1.0 + node_cost * (_POINTS[above] - 1.0))
+    return low + (tokens - _POINTS[below]) / (_POINTS[above] - _POINTS[below]) * (high - low)
+
+
+@njit(error_model="numpy")
+def _curve(table, rows, nodes, node_cost):
+    """Cost of steps of 0, 1, …, `nodes` nodes per row."""
+    costs = np.empty(nodes + 1)
+    for at in range(nodes + 1):
+        tokens = max(1.0, rows * at)
+        costs[at] = _ratio_at(table, tokens, node_cost) * (1.0 + node_cost * (tokens - 1.0))
+    return costs
+
+
+@njit(error_model="numpy")
+def _learn(table, tokens, rows, seconds, node_cost):
+    """Move a table, float64 `[points]`, towards a measurement."""
+    nearest = plain = 0
+    ratios = np.empty(len(table))
+    for point in range(len(table)):
+        ratios[point] = table[point] / (1.0 + node_cost * (_POINTS[point] - 1.0))
+        if point < len(_BORDERS):
+            nearest += _BORDERS[point] < tokens
+            plain += _BORDERS[point] < rows
+    expected = _ratio_at(table, tokens, node_cost)
+    change = seconds / (expected * (1.0 + node_cost * (tokens - 1.0)))
+    if table.any():
+        # The first measurement of a point replaces the interpolated value. So does one below half of it: the old value
+        # was a step delayed by other work.
+        rate = _RATE if ratios[nearest] > 0.0 and change * _OUTLIER > 1.0 else 1.0
+        change = 1.0 + rate * (min(change, _OUTLIER) - 1.0)
+    if nearest == plain:
+        ratios *= change
+    ratios[nearest] = expected * change
+    for point in range(len(table)):
+        if ratios[plain] > 0.0 and ratios[point] > ratios[plain] and point != nearest:
+            ratios[point] += _FORGET * (ratios[plain] - ratios[point])
+        table[point] = ratios[point] * (1.0 + node_cost * (_POINTS[point] - 1.0))

@@ -19,6 +19,7 @@ from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import PromptError
 from lookahead.stats import DecodingStats
+from lookahead.utils.jit import njit
 from lookahead.verification.acceptance import EXACT, Acceptance, Target
 from lookahead.verification.sampling import TokenChooser, not_a_number
 from lookahead.verification.stopping import FinishReason, StoppingRule
@@ -219,10 +220,24 @@ class Row:
         stats.drafted_tokens += drafted_tokens
         stats.accepted_tokens += len(result.path) - 1
         stats.expected_tokens += float(draft.path_probs.sum()) - 1.0
-        offered = draft.tree.sources[:, None] >> np.arange(len(sources)) & 1  # [nodes, sources]; none for the root
-        counts = offered.sum(0), offered[result.path].sum(0), draft.path_probs @ offered
-        for name, drafted, accepted, expected in zip(sources, *(count.tolist() for count in counts), strict=True):
+        counts = _by_source(draft.tree.sources, result.path, draft.path_probs, len(sources)).tolist()
+        for name, (drafted, accepted, expected) in zip(sources, counts, strict=True):
             stats.forwards_by_source[name] += drafted > 0
-            stats.drafted_by_source[name] += drafted
-            stats.accepted_by_source[name] += accepted
+            stats.drafted_by_source[name] += int(drafted)
+            stats.accepted_by_source[name] += int(accepted)
             stats.expected_by_source[name] += expected
+
+
+@njit()
+def _by_source(sources, path, path_probs, count):
+    """Drafted, accepted and expected nodes of each source, float64 `[sources, 3]`; the root has no source."""
+    counts = np.zeros((count, 3))
+    for node in range(len(sources)):
+        for source in range(count):
+            if sources[node] >> source & 1:
+                counts[source, 0] += 1.0
+                counts[source, 2] += path_probs[node]
+    for node in path:
+        for source in range(count):
+            counts[source, 1] += sources[node] >> source & 1
+    return counts

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lookahead.drafting.select import Draft
 from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.utils.jit import njit
 
 
 class Target(NamedTuple):
@@ -68,15 +69,13 @@ class Acceptance:
             >>> walk.path.tolist(), walk.tokens.tolist()
             ([0, 1], [6, 9])
         """
-        tree = draft.tree
-        nodes = {edge: node for node, edge in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))}
-        path, tokens = [0], []
+        tree, path, tokens = draft.tree, [0], []
         while True:
             token = target.choose(path[-1])
             tokens.append(token)
             is_last = target.emit(token)
-            child = nodes.get((path[-1], token), 0)  # 0, the root, is never a child
-            if is_last or not child:
+            child = 0 if is_last else _child(tree.parents, tree.tokens, path[-1], token)
+            if not child:
                 return Walk(np.array(path, np.int32), np.array(tokens, np.int32))
             path.append(child)
 
@@ -128,6 +127,15 @@ class Typical(Acceptance):
 
         walk = super().accept(draft, target._replace(choose=choose))
         return walk._replace(total_variation=sum(variations))
+
+
+@njit()
+def _child(parents, tokens, node, token):
+    """The child of a node that holds a token; 0, the root, if there is none."""
+    for child in range(node + 1, len(parents)):
+        if parents[child] == node and tokens[child] == token:
+            return child
+    return 0
 
 
 EXACT = Acceptance()
