@@ -388,8 +388,8 @@ def test_the_server_takes_a_file_as_it_is(medium: Path) -> None:
     from lookahead.serving.requests import GenerationRequest, Update
     from lookahead.serving.served_models import ServedModel
 
-    loading = {"device": "cpu", "quantize": "gguf"}
-    served = ServedModel("medium", str(medium), config=None, max_new_tokens=64, loading=loading, decoding={"rows": 2})
+    loaded = lookahead.load(medium, device="cpu", quantize="gguf")
+    served = ServedModel("medium", loaded, config=None, max_new_tokens=64, decoding={"rows": 2})
     assert isinstance(served.model.get_output_embeddings(), QuantizedLinear)
     ids = torch.tensor([served.tokenizer(PROMPT).input_ids])
     expected = load_blocks(medium).model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()

@@ -62,8 +62,8 @@ OF_INNER_MODULES: dict[str, set[str]] = {
     },
     "serving": {
         "backend.read_prompt", "config", "decoding.api", "decoding.cache_room", "decoding.plan", "decoding.prompts",
-        "decoding.request", "decoding.scheduler", "decoding.text_pieces", "decoding.validation", "engine.row",
-        "model.facts", "model.model_kind", "verification.stopping",
+        "decoding.request", "decoding.scheduler", "decoding.text_pieces", "decoding.transcription",
+        "decoding.validation", "engine.row", "model.facts", "model.model_kind", "verification.stopping",
     },
 }  # fmt: skip
 KNOW_TRANSFORMERS = {

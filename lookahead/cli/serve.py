@@ -17,7 +17,7 @@ from lookahead.errors import ConfigError
 from lookahead.loading.loading import locate_model
 from lookahead.loading.suggested_models import default_name
 
-_PACKAGES = "fastapi", "prometheus_client", "pydantic", "uvicorn"
+_PACKAGES = "fastapi", "prometheus_client", "pydantic", "python_multipart", "uvicorn"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,7 @@ def _outputs(sounds: Sequence[Path], folder: Path, options: TranscribeOptions) -
     return outputs
 
 
-def _shown(segments: Sequence[Segment], format: str, name: str) -> str:
+def _shown(segments: Sequence[Segment], format: Literal["text", "json", "srt", "vtt"], name: str) -> str:
     """A transcript in a format."""
     if format == "text":
         return "".join(f"{segment.text}\n" for segment in segments)
@@ -125,16 +125,6 @@ def _shown(segments: Sequence[Segment], format: str, name: str) -> str:
         text = " ".join(segment.text for segment in segments)
         parts = [asdict(segment) for segment in segments]
         return json.dumps({"file": name, "text": text, "segments": parts}, ensure_ascii=False) + "\n"
-    point = "," if format == "srt" else "."
-    blocks = [
-        f"{i}\n{_clock(each.start, point)} --> {_clock(each.end, point)}\n{each.text}\n"
-        for i, each in enumerate(segments, start=1)
-    ]
-    return ("" if format == "srt" else "WEBVTT\n\n") + "\n".join(blocks)
+    from lookahead.decoding.transcription import subtitles
 
-
-def _clock(seconds: float, point: str) -> str:
-    """Seconds as subtitles have them: `00:01:02,500`."""
-    milliseconds = round(1000 * seconds)
-    minutes, rest = divmod(milliseconds, 60_000)
-    return f"{minutes // 60:02d}:{minutes % 60:02d}:{rest // 1000:02d}{point}{rest % 1000:03d}"
+    return subtitles(segments, format)

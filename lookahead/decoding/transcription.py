@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -106,3 +107,20 @@ def _words(model: Any, processor: Any, samples: NDArray[np.float32], options: di
     length = len(samples) / processor.feature_extractor.sampling_rate
     words = ((*word["timestamp"], word["text"].strip()) for word in heard["chunks"])
     return [Segment(float(start), float(length if end is None else end), text) for start, end, text in words]
+
+
+def subtitles(segments: Sequence[Segment], kind: Literal["srt", "vtt"]) -> str:
+    """Segments as a file of subtitles."""
+    point = "," if kind == "srt" else "."
+    blocks = [
+        f"{i}\n{_clock(each.start, point)} --> {_clock(each.end, point)}\n{each.text}\n"
+        for i, each in enumerate(segments, start=1)
+    ]
+    return ("" if kind == "srt" else "WEBVTT\n\n") + "\n".join(blocks)
+
+
+def _clock(seconds: float, point: str) -> str:
+    """Seconds as subtitles have them: `00:01:02,500`."""
+    milliseconds = round(1000 * seconds)
+    minutes, rest = divmod(milliseconds, 60_000)
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:{rest // 1000:02d}{point}{rest % 1000:03d}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,24 +38,30 @@ def find_sounds(arguments: Sequence[str]) -> list[Path]:
     return list(paths)
 
 
-def read_sound(path: Path, rate: int) -> NDArray[np.float32]:
+def read_sound(path: Path | IO[bytes], rate: int, most_s: float = math.inf) -> NDArray[np.float32]:
     """The samples of a sound, float32 `[samples]` at `rate` samples per second; channels are averaged.
 
-    DocumentError if the file cannot be read as sound, is empty, or a package is missing.
+    DocumentError if the file cannot be read as sound, is empty or longer than `most_s` seconds, or a package is
+    missing.
     """
     try:
         import soundfile
         import soxr
     except ImportError as error:
         raise DocumentError(_EXTRA) from error
+    name = path if isinstance(path, Path) else "the sound"
     try:
-        samples, own_rate = soundfile.read(path, dtype="float32", always_2d=True)
+        with soundfile.SoundFile(path) as sound:
+            own_rate, length = sound.samplerate, len(sound) / sound.samplerate
+            samples = sound.read(dtype="float32", always_2d=True) if length <= most_s else None
     except soundfile.LibsndfileError as error:
         what = one_line(error).rpartition(": ")[2].rstrip(".")
         raise DocumentError(
-            f"{path}: cannot be read as sound: {what}; 'ffmpeg -i FILE out.flac' converts it"
+            f"{name}: cannot be read as sound: {what}; 'ffmpeg -i FILE out.flac' converts it"
         ) from error
+    if samples is None:
+        raise DocumentError(f"{name}: has {length:.0f} s, more than {most_s:.0f}")
     if not len(samples):
-        raise DocumentError(f"{path}: the sound is empty")
+        raise DocumentError(f"{name}: the sound is empty")
     mono: NDArray[np.float32] = soxr.resample(samples.mean(axis=1), own_rate, rate).astype(np.float32)
     return mono

@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lookahead import LookaheadConfig, load, prepare_costs
+from lookahead.decoding.transcription import check_speech
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.decoding_loop import DecodingLoop
@@ -22,15 +24,24 @@ _WARM_UP = 1, 2, 3  # last tokens of prompts
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class HearingModel:
+    """A served model that transcribes sound, with its processor."""
+
+    name: str
+    model: Any
+    processor: Any
+    config: LookaheadConfig | None
+
+
 class ServedModel:
-    """A served model.
+    """A served model that writes text.
 
     Args:
         name: Its name in requests.
-        source: What `lookahead.load` takes.
+        loaded: The model and its tokenizer.
         config: How to draft.
         max_new_tokens: Maximum tokens of an output.
-        loading: Options of `lookahead.load`.
         decoding: Options of `DecodingLoop`.
         plain_user_text: As in `Translator`.
     """
@@ -38,16 +49,15 @@ class ServedModel:
     def __init__(
         self,
         name: str,
-        source: str,
+        loaded: tuple[Any, Any],
         *,
         config: LookaheadConfig | None,
         max_new_tokens: int,
-        loading: dict[str, Any],
         decoding: dict[str, Any],
         plain_user_text: bool = False,
     ) -> None:
         self.name = name
-        self.model, self.tokenizer = load(source, **loading)
+        self.model, self.tokenizer = loaded
         try:
             prepare_costs(self.model)
         except (LookaheadError, OSError) as error:  # transformers decodes it, or the costs are not saved
@@ -74,18 +84,21 @@ class ServedModels:
     Args:
         sources: The models, as `lookahead.load` takes them; the first is the default of requests.
         names: Their names in requests; None for theirs, or those of their folders.
+        loading: Options of `lookahead.load`.
         options: Further arguments of `ServedModel`.
 
     Raises:
         ConfigError: There is not a name of its own for each model.
     """
 
-    def __init__(self, sources: Sequence[str], names: Sequence[str] | None = None, **options: Any) -> None:
+    def __init__(
+        self, sources: Sequence[str], names: Sequence[str] | None = None, *, loading: dict[str, Any], **options: Any
+    ) -> None:
         self.names = tuple(names or map(_name_of, sources))
         if len({*self.names}) != len(sources) or len(self.names) != len(sources):
             raise ConfigError(f"every model needs a name of its own, got {', '.join(self.names)}")
-        self._options, self._created = options, int(time.time())
-        self._models: dict[str, Future[ServedModel]] = {name: Future() for name in self.names}
+        self._loading, self._options, self._created = loading, options, int(time.time())
+        self._models: dict[str, Future[Any]] = {name: Future() for name in self.names}
         for name, source in zip(self.names, sources, strict=True):
             threading.Thread(target=self._load, args=(name, source), daemon=True).start()
 
@@ -96,16 +109,16 @@ class ServedModels:
 
     @property
     def loaded(self) -> list[ServedModel]:
-        """The loaded models."""
-        done = [future for future in self._models.values() if future.done()]
-        return [future.result() for future in done if future.exception() is None]
+        """The loaded models that write text."""
+        done = [future for future in self._models.values() if future.done() and future.exception() is None]
+        return [model for future in done if isinstance(model := future.result(), ServedModel)]
 
-    def wait(self) -> ServedModel:
+    def wait(self) -> Any:
         """Wait for all models; returns the first, or raises the error of loading one."""
         first, *_ = [future.result() for future in self._models.values()]
         return first
 
-    def get(self, name: str | None) -> Future[ServedModel]:
+    def get(self, name: str | None) -> Future[Any]:
         """The model of a request, which may still be loading; ApiError if it is not served."""
         wanted = self.names[0] if name is None else name
         if wanted not in self._models:
@@ -123,7 +136,12 @@ class ServedModels:
 
     def _load(self, name: str, source: str) -> None:
         try:
-            self._models[name].set_result(ServedModel(name, source, **self._options))
+            model, tokenizer = load(source, **self._loading)
+            if hasattr(tokenizer, "feature_extractor"):
+                check_speech(model, name)
+                self._models[name].set_result(HearingModel(name, model, tokenizer, self._options["config"]))
+            else:
+                self._models[name].set_result(ServedModel(name, (model, tokenizer), **self._options))
         except BaseException as error:
             self._models[name].set_exception(error)
 

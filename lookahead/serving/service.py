@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from lookahead.errors import LookaheadError
 from lookahead.serving.answers import Answer
 from lookahead.serving.api_errors import ApiError, invalid, shutting_down
 from lookahead.serving.decoding_loop import DecodingLoop, PlannedRequest
@@ -27,7 +28,8 @@ from lookahead.serving.output import prompt_logprobs
 from lookahead.serving.parsing import parsed
 from lookahead.serving.request_schemas import ChatBody, CompletionBody
 from lookahead.serving.requests import Ticket, TokenLogprobs, Update
-from lookahead.serving.served_models import ServedModel, ServedModels
+from lookahead.serving.served_models import HearingModel, ServedModel, ServedModels
+from lookahead.serving.speech import MOST_FIELDS, heard, speech_of
 from lookahead.serving.timed_workers import TimedWorkers
 from lookahead.serving.translation import as_api_error
 
@@ -73,27 +75,53 @@ class Service:
         self.metrics = Metrics(lambda: [(each.name, each.loop.figures()) for each in models.loaded])
         self._readers, self._scorers = TimedWorkers(_READERS), TimedWorkers(1)
 
-    async def model(self, name: str | None, deadline: float) -> ServedModel:
-        """The model of a request; waits while it loads."""
+    async def model(self, name: str | None, deadline: float, kind: type[Any] = ServedModel) -> Any:
+        """The model of a request, of the kind that can serve it; waits while it loads."""
         future = self.models.get(name)
         try:
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), _left(deadline))
+            served = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), _left(deadline))
         except (asyncio.TimeoutError, TimeoutError):
             raise ApiError(503, "the model is loading", headers={"Retry-After": "5"}) from None
+        if not isinstance(served, kind):
+            does = "writes text" if isinstance(served, ServedModel) else "transcribes sound: /v1/audio/transcriptions"
+            raise invalid("model", f"{served.name!r} {does}")
+        return served
 
     async def body(self, request: Request, kind: type[T]) -> T:
-        """The body of a request, which must arrive in a short time."""
+        """The body of a request."""
+        content: T = parsed(kind, await self.arrived(request.body()))
+        return content
+
+    async def arrived(self, reading: Awaitable[T]) -> T:
+        """What a client sends, which must arrive in a short time."""
         try:
-            body = bytes(await asyncio.wait_for(request.body(), _BODY_S))
+            return await asyncio.wait_for(reading, _BODY_S)
         except (asyncio.TimeoutError, TimeoutError):
             raise ApiError(408, f"the body took more than {_BODY_S:g} s to arrive") from None
-        content: T = parsed(kind, body)
-        return content
+
+    async def hear(self, request: Request, task: str) -> Response:
+        """What is said in a sound."""
+        form = await self.arrived(request.form(max_files=1, max_fields=MOST_FIELDS))
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            body, file = speech_of(form)
+            served: HearingModel = await self.model(body.model, deadline, HearingModel)
+            hearing = self._alone(partial(heard, served, body, file, task), request.state.client, deadline)
+            return await unless_left(request, hearing)
+        except LookaheadError as error:
+            raise as_api_error(error) or error from None
+        finally:
+            await form.close()
+
+    async def _alone(self, task: Callable[[], T], client: str, deadline: float) -> T:
+        """Run work that takes passes of a model beside its loop, one at a time."""
+        left = _left(deadline)
+        return await self._scorers.run(task, left, client=client, wait_s=left)
 
     async def read(self, request: Request, body: Any, task: Callable[[ServedModel], T]) -> T:
         """The result of work whose size a client sets, about the model that the body names."""
         deadline = time.monotonic() + self._timeout_s
-        served = await self.model(body.model, deadline)
+        served: ServedModel = await self.model(body.model, deadline)
         served.translator.check(body)
         return await unless_left(request, self._apart(partial(task, served), request.state.client, deadline))
 
@@ -102,7 +130,7 @@ class Service:
         started = time.monotonic()
         turn = Turn(asyncio.Queue(), list[Ticket](), started + self._timeout_s, started, threading.Event())
         try:
-            served = await self.model(body.model, turn.deadline)
+            served: ServedModel = await self.model(body.model, turn.deadline)
             served.translator.check(body)
             planned = await self._apart(partial(_plan, served, body, client, salt), client, turn.deadline)
             prompts, logprobs = [each.request.ids for each in planned], list[list[TokenLogprobs]]()
@@ -112,8 +140,8 @@ class Service:
                 if (count := sum(map(len, prompts))) > _MOST_SCORED:
                     raise invalid("prompt", f"at most {_MOST_SCORED} tokens have log-probabilities, got {count}")
                 for ids in prompts:
-                    task, left = partial(prompt_logprobs, served.model, ids, top), _left(turn.deadline)
-                    logprobs.append(await self._scorers.run(task, left, client=client, wait_s=left))
+                    task = partial(prompt_logprobs, served.model, ids, top)
+                    logprobs.append(await self._alone(task, client, turn.deadline))
             turn.answer = Answer(body, body.model or served.name, served.tokenizer, prompts, logprobs)
             if body.max_tokens == 0:
                 return turn

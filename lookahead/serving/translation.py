@@ -13,7 +13,14 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from lookahead.decoding.prompts import PromptReader
 from lookahead.decoding.validation import resolved
-from lookahead.errors import ConfigError, LogitsError, PromptError, PromptTooLongError, UnsupportedModelError
+from lookahead.errors import (
+    ConfigError,
+    DocumentError,
+    LogitsError,
+    PromptError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
 from lookahead.model.facts import context_limit
 from lookahead.model.model_kind import kind_of
 from lookahead.serving.api_errors import ApiError, invalid, shutting_down
@@ -287,7 +294,7 @@ def as_api_error(error: BaseException) -> ApiError | None:
     if isinstance(error, LoopClosedError):
         return shutting_down()
     is_of_grammar = isinstance(error, LogitsError) and "grammar" in str(error)
-    if is_of_grammar or isinstance(error, ConfigError | PromptError | UnsupportedModelError):
+    if is_of_grammar or isinstance(error, ConfigError | DocumentError | PromptError | UnsupportedModelError):
         return invalid(None, str(error))
     return None
 

@@ -145,6 +145,14 @@ def make_app(
         text = await service.read(request, body, lambda served: served.translator.text_of(body))
         return JSONResponse({"prompt": text, "content": text})
 
+    @app.post("/v1/audio/transcriptions")
+    async def transcriptions(request: Request) -> Response:
+        return await service.hear(request, "transcribe")
+
+    @app.post("/v1/audio/translations")
+    async def translations(request: Request) -> Response:
+        return await service.hear(request, "translate")
+
     @app.get("/props")
     async def properties() -> Response:
         return JSONResponse(props(await service.model(None, time.monotonic() + timeout_s)))

@@ -55,6 +55,11 @@ EXTENDED = {
         "lookahead/*/foreign_layers.py",
     ),
     "tests/test_transcribe.py": ("lookahead/cli/*", "lookahead/decoding/transcription.py", "lookahead/documents/*"),
+    "tests/test_serve_speech.py": (
+        "lookahead/decoding/transcription.py",
+        "lookahead/documents/sound_files.py",
+        "lookahead/serving/*",
+    ),
     "tests/test_speech.py": (
         "lookahead/backend/*",
         "lookahead/decoding/*",
