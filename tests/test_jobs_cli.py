@@ -76,7 +76,7 @@ def test_part_of_the_documents_resumed_loses_no_line_of_the_others(summarize, cl
 def test_a_limit_beyond_the_last_document_leaves_out_what_changed(summarize, cli_folder):
     summarize("a.txt", "b.txt", "-o", "out.jsonl")
     (cli_folder / "a.txt").write_text("Something else.")
-    assert "left out 1 lines" in summarize("a.txt", "b.txt", "-o", "out.jsonl", "--resume", "--limit", "2").stderr
+    assert "left out 1 line" in summarize("a.txt", "b.txt", "-o", "out.jsonl", "--resume", "--limit", "2").stderr
     assert [record["id"] for record in records("out.jsonl")] == ["a.txt", "b.txt"]
 
 

@@ -7,6 +7,7 @@ import gc
 import re
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -128,12 +129,13 @@ class Terminated(KeyboardInterrupt):
 
 
 def raise_on_sigterm() -> None:
-    """Raise `Terminated` from now on when the process is asked to end."""
+    """Raise `Terminated` from now on when the process is asked to end; only its main thread hears of that."""
 
     def end(*_: object) -> None:
         raise Terminated
 
-    signal.signal(signal.SIGTERM, end)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
 
 
 def status_of(interrupt: KeyboardInterrupt) -> int:
