@@ -52,7 +52,7 @@ def test_the_command_tells_what_it_wrote(tmp_path, monkeypatch):
         (("good.lkm", ".", "-o", "all.lkm"), ".: not a file"),
         (("good.lkm", "good.lkm", "-o", "good.lkm", "--overwrite"), "output good.lkm is an input as well"),
         (("good.lkm", "-o", "other.lkm"), "output other.lkm exists; pass --overwrite to replace it"),
-        (("good.lkm", "-o", "no/all.lkm"), "output no/all.lkm cannot be written: there is no directory no"),
+        (("good.lkm", "-o", "no/all.lkm"), "output no/all.lkm cannot be written: there is no folder no"),
         (("good.lkm", "-o", "all.txt"), "output must be a file *.lkm, got 'all.txt'"),
     ],
     ids=lambda each: each[1] if isinstance(each, tuple) else "",
