@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import stat
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,8 @@ def test_options_of_another_command_or_name_are_refused(run: Run, kept: Path) ->
     assert "'lookahead generate' has no session" in " ".join(run("generate", "abab", "-t", "talk").stderr.split())
     assert "no options are kept as 'gone', only talk" in run("generate", "abab", "-t", "gone").stderr
     assert "must be letters, digits" in run("generate", "abab", "--save", "../x").stderr
+    (kept / "templates" / "talk.json").write_text('{"save": "other"}')  # it would keep options, and not chat
+    assert "'lookahead chat' has no save" in " ".join(run("chat", "-t", "talk").stderr.split())
     (kept / "templates" / "talk.json").write_text("[")
     assert "not a file of options" in run("chat", "-t", "talk").stderr
 
@@ -67,6 +71,29 @@ def test_a_chat_is_continued_and_nothing_is_kept_unasked(run: Run, kept: Path, c
     run("chat", "-c", input="what?\n")
     assert len(json.loads((cli_folder / "mine.json").read_text())) == 4
     assert "pass one of them" in run("chat", "-c", "--session", "mine.json").stderr
+
+
+def test_a_chat_of_any_name_is_continued_and_is_for_nobody_else(run: Run, kept: Path, cli_folder: Path) -> None:
+    run("chat", "-c", input="abab\n")
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    for name in ("a b ", "two\nlines.json", "\udcff.json"):
+        assert run("chat", "--session", name, input="abab\n").exit_code == 0
+        assert run("chat", "--session", "gone/x.json", input="abab\n").exit_code == 2  # which is not the last one
+        assert run("chat", "-c", input="what?\n").exit_code == 0
+        assert len(json.loads((cli_folder / name).read_text())) == 4 and not (cli_folder / "gone").exists()
+    (note,) = kept.glob("last_chat*")
+    for text in (b"\xff", b'""', b"[1]"):
+        note.write_bytes(text)
+        assert f"{note}: not the name of a chat" in run("chat", "-c", input="abab\n").stderr
+
+
+def test_a_log_that_was_edited_by_hand_is_shown(run: Run, kept: Path) -> None:
+    run("log", "--on")
+    with closing(sqlite3.connect(kept / "log.db")) as base, base:
+        base.execute("INSERT INTO answers VALUES (NULL, 1, 2.5, x'ff', CAST(x'61ff' AS TEXT))")
+    assert "> \ufffd\na\ufffd\n" in run("log", "-n", "9" * 30).stdout
+    (row,) = map(json.loads, run("log", "--json").stdout.splitlines())
+    assert row == {"time": "", "command": "1", "model": "2.5", "prompt": "\ufffd", "answer": "a\ufffd"}
 
 
 def test_the_log_is_off_until_it_is_asked_for_and_says_where_it_is(run: Run, kept: Path) -> None:

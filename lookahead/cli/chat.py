@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lookahead.cli.habits import TemplateOptions, last_session, log_answer
+from lookahead.cli.habits import TemplateOptions, last_session, log_answer, note_session
 from lookahead.cli.options import DraftingOptions, ModelOptions, SamplingOptions, new_tokens_option, option
 from lookahead.cli.terminal import (
     console,
@@ -90,6 +90,7 @@ def chat(options: ChatOptions) -> None:
 
         session = SessionFile(file)
         messages = session.read()
+        note_session(file)
     loaded = load(options)
     import torch
 

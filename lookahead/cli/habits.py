@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from contextlib import closing
@@ -24,12 +25,22 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"\w[\w.-]*")
 _NOT_KEPT = {"prompt", "prompt_text", "save", "template"}  # options that belong to one call
 _COLUMNS = ("time", "command", "model", "prompt", "answer")
+_LAST_CHAT = "last_chat.json"
+_MOST_SHOWN = (1 << 63) - 1  # SQLite's largest integer
 _ON = 1  # the `user_version` of a log that is written to
 
 
 def kept(name: str) -> Path:
     """The file of something that is kept, in the platform's folder of user data."""
     return user_data_path("lookahead", appauthor=False) / name
+
+
+def _ready(name: str) -> Path:
+    """As `kept`, in folders that exist: nobody else may read what is in them."""
+    kept("").mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = kept(name)
+    file.parent.mkdir(exist_ok=True)
+    return file
 
 
 def _template_file(name: str) -> Path:
@@ -49,7 +60,7 @@ def _use_template(context: typer.Context, name: str | None) -> str | None:
                 raise ConfigError(f"no options are kept as {name!r}, only {names}; --save keeps some") from error
             except (OSError, ValueError, TypeError) as error:
                 raise ConfigError(f"{file}: not a file of options: {error}") from error
-            if unknown := values.keys() - {parameter.name for parameter in context.command.params}:
+            if unknown := values.keys() - ({parameter.name for parameter in context.command.params} - _NOT_KEPT):
                 raise ConfigError(f"{file}: 'lookahead {context.info_name}' has no {', '.join(sorted(unknown))}")
             context.default_map = values
     return name
@@ -69,39 +80,49 @@ class TemplateOptions:
         """Keep the options if `--save` asks for it, those that differ from the defaults; whether it did."""
         if self.save is None:
             return False
-        file = _template_file(self.save)
+        file = _ready(f"templates/{_template_file(self.save).name}")
         values = {
             field.name: getattr(self, field.name)
             for field in fields(self)
             if field.name not in _NOT_KEPT and field.default is not MISSING
             if getattr(self, field.name) != field.default
         }
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(values, default=str, indent=1) + "\n")
         show_line(sys.stderr, f"-t {self.save} takes these options from {file}")
         return True
 
 
 def last_session(session: Path | None, *, is_continued: bool) -> Path | None:
-    """The file of a chat: the named one, or with `is_continued` that of the last chat that had one; it is noted."""
-    note = kept("last_chat.txt")
-    if is_continued:
-        if session is not None:
-            raise ConfigError("--continue is for the last chat, and --session names one: pass one of them")
-        try:
-            session = Path(note.read_text("utf-8").strip())
-        except FileNotFoundError:
-            session = kept("chat.json")
-        session.parent.mkdir(parents=True, exist_ok=True)
+    """The file of a chat: the named one, or with `is_continued` that of the last chat that had one."""
+    if not is_continued:
+        return session
     if session is not None:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(note, f"{session.expanduser().absolute()}\n")
-    return session
+        raise ConfigError("--continue is for the last chat, and --session names one: pass one of them")
+    note = kept(_LAST_CHAT)
+    try:
+        return Path(_checked(read_json(note)))
+    except FileNotFoundError:
+        return _ready("chat.json")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{note}: not the name of a chat: {error}; remove it to begin one") from error
+
+
+def _checked(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"got {name!r}")
+    return name
+
+
+def note_session(session: Path) -> None:
+    """Note the file of a chat, for `last_session`."""
+    # JSON has every name, also one with a line break or with bytes that are no text.
+    write_atomically(_ready(_LAST_CHAT), f"{json.dumps(str(session.expanduser().absolute()))}\n")
 
 
 def log_answer(command: str, model: str, prompt: str, answer: str) -> None:
     """Add an answer to the log, if the user has turned it on."""
-    if not (file := kept("log.db")).exists():
+    file = kept("log.db")
+    if not os.path.exists(file):  # pathlib's raises for a folder that nobody may enter
         return
     import sqlite3
 
@@ -150,17 +171,18 @@ def log(options: LogOptions) -> None:
         return
     import sqlite3
 
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.touch(mode=0o600)
+    _ready(file.name).touch(mode=0o600)
     try:
         with closing(sqlite3.connect(file)) as base, base:
             base.execute(f"CREATE TABLE IF NOT EXISTS answers ({', '.join(_COLUMNS)})")
             if options.on or options.off:
                 base.execute(f"PRAGMA user_version = {_ON if options.on else 0}")
             is_on = _is_on(base)
-            columns = ", ".join(_COLUMNS)
+            # A user may have written anything there: numbers, bytes, or nothing.
+            base.text_factory = lambda raw: raw.decode("utf-8", "replace")
+            columns = ", ".join(f"CAST(ifnull({name}, '') AS TEXT)" for name in _COLUMNS)
             found: list[Any] = base.execute(
-                f"SELECT {columns} FROM answers ORDER BY rowid DESC LIMIT ?", [options.count]
+                f"SELECT {columns} FROM answers ORDER BY rowid DESC LIMIT ?", [min(options.count, _MOST_SHOWN)]
             ).fetchall()
     except sqlite3.Error as error:
         raise ConfigError(f"{file}: {error}") from error
