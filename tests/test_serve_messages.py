@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +89,21 @@ def test_a_tool_is_used(server, messages, streams, choice):
     (call,) = got.content
     assert (call.type, call.name, got.stop_reason) == ("tool_use", "f", "tool_use")
     assert call.input["x"] in ("a", "b") and call.id
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"name": "f", "arguments": {"x": no}}', '{"x": no}'),
+        ('{"arguments": {"x": "\\ud800"}, "name": "f"}', '{"x": "\\ud800"}'),
+        ('{"arguments": "all", "name": "f"}', "all"),
+    ],
+)
+def test_arguments_that_are_no_object_of_json_are_told_as_text(server, messages, call, arguments):
+    regex = re.escape(f"<tool_call>{call}</tool_call>")
+    got = messages.create(**of(server, tools=FORCED["tools"], max_tokens=300, extra_body={"regex": regex}))
+    (block,) = got.content
+    assert (block.name, block.input, got.stop_reason) == ("f", {"INVALID_JSON": arguments}, "tool_use")
 
 
 def test_blocks_become_messages_of_a_chat():

@@ -168,10 +168,8 @@ class MessagesForm(PartsForm):
 
     def answer(self) -> Event:
         for block in self.parts:
-            if "input" in block:  # may be cut
-                arguments = _JSON.validate_json(block["input"] or "{}", experimental_allow_partial="trailing-strings")
-                arguments = json.loads(json.dumps(arguments), parse_constant=_LARGEST.get)
-                block["input"] = arguments if isinstance(arguments, dict) else {}
+            if "input" in block:
+                block["input"] = _object_of(block["input"] or "{}")
         return {**self._head, "content": self.parts, **self._ended(), "usage": self._usage()}
 
     def failed(self, error: ApiError) -> Event:
@@ -192,6 +190,16 @@ class MessagesForm(PartsForm):
 
     def _of_part(self, kind: str, **fields: Any) -> Event:
         return {"type": f"content_block_{kind}", "index": len(self.parts) - 1, **fields}
+
+
+def _object_of(arguments: str) -> dict[str, Any]:
+    """The arguments of a call, which may be cut; if they are no JSON object, their text as the API's docs wrap it."""
+    try:
+        read = _JSON.validate_json(arguments, experimental_allow_partial="trailing-strings")
+        read = json.loads(json.dumps(read), parse_constant=_LARGEST.get)
+    except ValueError:
+        read = None
+    return read if isinstance(read, dict) else {"INVALID_JSON": arguments}
 
 
 def _messages_of(message: BlockMessage) -> list[Message]:

@@ -114,7 +114,8 @@ class CallReader:
                     self._rest = rest[found.end() + size :]
                     given = content.get("arguments", content.get("parameters", {}))
                     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-                    return self._begin(content["name"], text)
+                    # Halves of surrogate pairs stay escaped: UTF-8 does not encode them.
+                    return self._begin(content["name"], text.encode("utf-8", "backslashreplace").decode())
                 if not size and not is_last:
                     return None
             elif not is_last and _BEGINNING.fullmatch(rest):
