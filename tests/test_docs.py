@@ -50,7 +50,7 @@ NOT_RUN = {
     ("docs/measurements.md", "python -m tools.head_texts"),
     ("docs/measurements.md", "python -m bench.never_slower"),
     ("docs/measurements.md", "python -m bench.ablation"),
-    ("docs/pools.md", "python -m bench.ablation"),
+    ("docs/memory.md", "python -m bench.ablation"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
     ("docs/drop-in-reference.md", "torchrun --nproc-per-node 2"),
     ("docs/drop-in-reference.md", 'model = AutoModelForImageTextToText.from_pretrained("PATH_OR_ID")'),
