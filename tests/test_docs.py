@@ -78,6 +78,7 @@ NOT_RUN = {
     ("docs/first-hour-on-a-gpu.md", "make test-gpu lookahead"),
     ("docs/first-hour-on-a-gpu.md", "lookahead bench --model"),
     ("docs/first-hour-on-a-gpu.md", "import lookahead model.generate(**inputs,"),
+    ("docs/sglang.md", "pip install lookahead-decoding"),
     ("docs/vllm.md", "pip install lookahead-decoding"),
     ("docs/vllm.md", "vllm serve MODEL"),
     ("docs/vllm.md", "from vllm import"),
