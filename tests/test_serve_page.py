@@ -73,6 +73,17 @@ def test_the_page_needs_nothing_from_elsewhere_and_its_policy_allows_nothing_els
     assert not re.search(r"https?:|//[a-z]|\bsrc=|\bhref=|\sstyle=|\son[a-z]+=|innerHTML", page)
 
 
+def test_written_tokens_are_counted_before_the_answer_ends(server):
+    def count() -> float:
+        _, metrics = server.raw("GET", "/metrics")
+        return float(re.findall(rb"lookahead_completion_tokens_total ([\d.]+)", metrics)[0])
+
+    before, counts = count(), list[float]()
+    for _ in server.ask("abc", stream=True, extra_body={"lookahead": {"draft": False}}, max_tokens=60):
+        counts.append(count() - before)
+    assert counts[-1] == 60 and 0 < counts[len(counts) // 2] <= 60
+
+
 def test_there_may_be_no_page(folder):
     running = Running(folder, has_page=False)
     try:

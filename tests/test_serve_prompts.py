@@ -143,6 +143,11 @@ def test_the_last_tokens_of_a_prompt_are_kept_however_long_it_is(server):
     ids = [5 + at % 40 for at in range(context + 100)]
     got = server.complete(ids, extra_body={"truncate_prompt_tokens": 9})
     assert got.choices[0].text == server.complete(ids[-9:]).choices[0].text and got.usage.prompt_tokens == 9
+    echoed = server.complete(
+        "abab xyz " * 9, echo=True, max_tokens=0, logprobs=1, extra_body={"truncate_prompt_tokens": 3}
+    )
+    choice = echoed.choices[0]
+    assert choice.text == "".join(choice.logprobs.tokens) and len(choice.logprobs.tokens) == 3
     chat = server.ask("abab " * context, extra_body={"truncate_prompt_tokens": 9})
     assert chat.usage.prompt_tokens == 9
 

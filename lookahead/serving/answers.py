@@ -100,8 +100,9 @@ class Answer:
         for i, choice in enumerate(self.choices):
             at = i // body.choices
             if isinstance(body, CompletionBody) and body.echo:
-                texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
-                choice.text = texts[at] if texts else str(tokenizer.decode(prompts[at]))
+                given = body.prompts[at]
+                is_whole = isinstance(given, str) and body.truncate_prompt_tokens is None
+                choice.text = given if is_whole else str(tokenizer.decode(prompts[at]))
                 choice.logprobs += logprobs[at] if body.logprobs is not None else []
             if body.max_tokens == 0:
                 choice.finish_reason = "length"
