@@ -173,6 +173,7 @@ def test_what_coding_agents_send_besides_is_accepted(server, messages):
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content.0.type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "a block of type tool_use needs id"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),

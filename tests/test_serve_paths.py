@@ -58,6 +58,7 @@ def test_a_completion_in_the_words_of_llama_server(server):
     [
         ("/completion", {"mirostat": 2}, "mirostat: unknown field"),
         ("/completion", {"n": 2}, "n"),
+        ("/completion", {"prompt_logprobs": 1}, "prompt_logprobs"),
         ("/completion", {"n_predict": 0}, "max_tokens"),
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "suffix: the model has no tokens"),
         ("/infill", {"input_prefix": "a"}, "input_suffix"),

@@ -170,6 +170,7 @@ def test_a_schema_and_log_probabilities_are_those_of_the_chat(server):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"input": []}, "input"),
         ({"max_tokens": 3}, "max_tokens"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"window": 3}, "window: unknown field"),
         ({"text": {"format": {"type": "json_schema"}}}, "response_format.json_schema"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tracemalloc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,19 @@ def test_a_sound_is_mixed_and_resampled(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "empty.wav", np.zeros(0), 8000)
     with pytest.raises(DocumentError, match="the sound is empty"):
         read_sound(tmp_path / "empty.wav", 16_000)
+
+
+def test_a_small_file_of_long_silence_takes_little_memory(tmp_path: Path) -> None:
+    with soundfile.SoundFile(tmp_path / "a.flac", "w", samplerate=96_000, channels=8) as file:
+        for _ in range(20):
+            file.write(np.zeros((96_000, 8), np.int16))
+    assert (tmp_path / "a.flac").stat().st_size < 1 << 16
+    tracemalloc.start()
+    try:
+        assert len(read_sound(tmp_path / "a.flac", RATE)) == 20 * RATE
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20  # the samples of the file are 59 MiB
+    finally:
+        tracemalloc.stop()
 
 
 def test_without_its_packages_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from lookahead.errors import DocumentError, one_line
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".au", ".caf", ".w64")
 """Formats of libsndfile. `ffmpeg -i FILE out.flac` makes one of any other sound or film."""
 
+_PART = 1 << 16  # samples of a channel that are read at once
 _EXTRA = "reading sound needs soundfile and soxr: pip install 'lookahead-decoding[speech]'"
 
 
@@ -52,16 +53,20 @@ def read_sound(path: Path | IO[bytes], rate: int, most_s: float = math.inf) -> N
     name = path if isinstance(path, Path) else "the sound"
     try:
         with soundfile.SoundFile(path) as sound:
-            own_rate, length = sound.samplerate, len(sound) / sound.samplerate
-            samples = sound.read(dtype="float32", always_2d=True) if length <= most_s else None
+            length = len(sound) / sound.samplerate
+            if length > most_s:
+                raise DocumentError(f"{name}: has {length:.0f} s, more than {most_s:.0f}")
+            stream, parts = soxr.ResampleStream(sound.samplerate, rate, 1, dtype="float32"), list[Any]()
+            # In parts: a few megabytes may be gigabytes of silence, of many channels at a high rate.
+            while len(part := sound.read(_PART, dtype="float32", always_2d=True)):
+                parts.append(stream.resample_chunk(part.mean(axis=1)))
+            parts.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
     except soundfile.LibsndfileError as error:
         what = one_line(error).rpartition(": ")[2].rstrip(".")
         raise DocumentError(
             f"{name}: cannot be read as sound: {what}; 'ffmpeg -i FILE out.flac' converts it"
         ) from error
-    if samples is None:
-        raise DocumentError(f"{name}: has {length:.0f} s, more than {most_s:.0f}")
-    if not len(samples):
+    mono: NDArray[np.float32] = np.concatenate(parts)
+    if not len(mono):
         raise DocumentError(f"{name}: the sound is empty")
-    mono: NDArray[np.float32] = soxr.resample(samples.mean(axis=1), own_rate, rate).astype(np.float32)
     return mono

@@ -21,6 +21,7 @@ class LlamaBody(GenerationBody):
     prompt: str | TokenIds
     n_predict: int | None = Field(None, ge=-1)
     n: Literal[1] | None = None
+    prompt_logprobs: None = None
     repeat_penalty: float | None = Field(None, ge=0.01, le=10)
     json_schema: dict[str, Any] | None = None
 

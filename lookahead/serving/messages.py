@@ -98,6 +98,7 @@ class CountBody(GenerationBody):
     stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
     output_config: OutputConfig | None = None
     n: Literal[1] | None = None
+    prompt_logprobs: None = None
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
 
     def chat(self) -> ChatBody:

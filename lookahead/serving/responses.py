@@ -82,6 +82,7 @@ class ResponsesBody(GenerationBody):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     max_tokens: None = None
+    prompt_logprobs: None = None
     n: Literal[1] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
