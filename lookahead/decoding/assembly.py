@@ -124,11 +124,12 @@ def assemble(
     if is_separate and shape == "trees" and not common.is_rounded and self_check.keeps_solo_bits(model):
         policy = BitPolicy.SOLO
     longest = max((row.length for row in batch), default=0)
+    # Enough for most outputs; the cache grows for longer ones. On a CPU only slots that are written take memory.
+    ample = max(256, longest) if plan.device.type == "cpu" else 256
     backend = backend_for(
         model,
         rows=rows,
-        # Enough for short outputs; the cache grows for longer ones.
-        capacity=min(stopping.max_length, longest + 256) + call.max_nodes + 1,
+        capacity=min(stopping.max_length, longest + ample) + call.max_nodes + 1,
         shape=shape,
         hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
         captures=captures,

@@ -105,7 +105,8 @@ class Engine:
             if getattr(proposer, "shares_cache", False):
                 proposer.share_cache(self.cache)
         self.cache.slots.active = 0  # rows join in `admit`; their KV stays
-        self.reads_alone, self.packs_prompts = backend.reads_alone(policy), backend.packs_prompts
+        self.reads_alone = isolates and backend.reads_alone(policy)
+        self.packs_prompts = backend.packs_prompts
         self.serving = backend.serving
         """Keeps the model in service for a block, for a loop over `run` without pauses."""
 

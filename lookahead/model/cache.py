@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
-from lookahead.model.slots import MOST_PARTS, Origin, RowCopy, RowStates, SlotBlock, SlotForm, new_origin
+from lookahead.model.slots import MOST_PARTS, Origin, RowCopy, RowStates, SlotBlock, SlotForm, new_origin, zeros
 from lookahead.model.state_layers import Levels, StateLayer, States, has_states
 
 _GROWTH = 1.5  # of the slots per row, if they are too few
@@ -109,8 +109,7 @@ class TreeLayer(CacheLayerMixin):
                 kinds = 1 + (key_states.shape == value_states.shape)
                 left = kinds * slots.layers[self._window] - sum(len(block.whole) for block in alike)
                 shape = min(max(left, 1), MOST_PARTS), slots.rows, slots.capacity, form.heads, form.dim
-                # Zeros, since the value of a masked slot is still multiplied by 0.
-                alike.append(SlotBlock(form, new.new_zeros(shape)))
+                alike.append(SlotBlock(form, zeros(new, shape)))
                 slots.blocks.append(alike[-1])
             self._places.append((alike[-1], alike[-1].used))
             alike[-1].used += 1
@@ -172,7 +171,7 @@ class TreeLayer(CacheLayerMixin):
         """Reallocate for the shared number of rows and capacity, and copy the rows in use as far as they fit."""
         slots = self._slots
         for block, _ in self._places:
-            block.fit(slots.rows, slots.capacity, slots.first + slots.active)
+            block.fit(slots.rows, slots.capacity, slots.first + slots.active, slots.reached)
         self.keys, self.values = [block.whole[part] for block, part in self._places]
         slots.allocations += 1
         if self.indexer is not None:
@@ -282,7 +281,7 @@ class TreeCache(Cache):
     def wipe(self, row: int, start: int = 0) -> None:
         """Zero a row's KV after its first `start` tokens, since a NaN in a masked slot would spread as NaN · 0."""
         for block in self.slots.blocks:
-            block.whole[:, row, start:] = 0
+            block.whole[:, row, start : self.slots.reached] = 0
         self.slots.lengths[row] = start
         self.slots.origins[row] = new_origin(self.slots.origins[row], start)
         if not start:
@@ -359,7 +358,9 @@ class TreeCache(Cache):
                 layer.lazy_initialization(keys[None], values[None])
             for buffer, each in ((layer.keys, keys), (layer.values, values)):
                 buffer[row, length - each.shape[1] : length] = each.transpose(0, 1)
-        self.slots.lengths[row], self.slots.origins[row] = length, new_origin(origin, length)
+        slots = self.slots
+        slots.lengths[row], slots.origins[row] = length, new_origin(origin, length)
+        slots.reached = max(slots.reached, length)
 
     def hold_root(self, row: int) -> None:
         """Turn the newest committed token of a row into the root of its first tree."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
+import mmap as memory_maps
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from mmap import mmap
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +23,9 @@ MOST_PARTS = 16  # of a block: a cache that grows needs memory for one block mor
 Origin = tuple[tuple[int, int], ...]
 """The texts that computed the keys and values of a row: the number of each, and the end of its tokens, ascending."""
 
+_PRIVATE: dict[str, Any] = {}  # options of memory that is not shared, where these are not the only ones
+if sys.platform != "win32":
+    _PRIVATE["flags"] = memory_maps.MAP_PRIVATE | memory_maps.MAP_ANONYMOUS
 _numbers = itertools.count()
 
 
@@ -62,14 +68,25 @@ class SlotBlock:
     whole: Tensor  # `[parts, rows, capacity, heads, dim]`
     used: int = 0  # parts that layers have
 
-    def fit(self, rows: int, capacity: int, used: int) -> None:
-        """Reallocate for some rows and slots, and copy the first `used` rows as far as they fit."""
+    def fit(self, rows: int, capacity: int, used: int, reached: int) -> None:
+        """Reallocate for some rows and slots; copy the first `used` rows up to slot `reached` as far as they fit."""
         if self.whole.shape[1:3] == (rows, capacity):
             return
         old, shape = self.whole, (len(self.whole), rows, capacity, *self.whole.shape[3:])
-        rows, capacity = min(old.shape[1], rows, used), min(old.shape[2], capacity)
-        self.whole = old.new_zeros(shape)
+        rows, capacity = min(old.shape[1], rows, used), min(old.shape[2], capacity, reached)
+        self.whole = zeros(old, shape)
         self.whole[:, :rows, :capacity] = old[:, :rows, :capacity]
+
+
+def zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Slots of zeros, since the value of a masked slot is still multiplied by 0.
+
+    On a CPU a slot takes memory when it is written.
+    """
+    count = math.prod(shape)
+    if like.device.type != "cpu" or not count:
+        return like.new_zeros(shape)
+    return torch.frombuffer(mmap(-1, count * like.dtype.itemsize, **_PRIVATE), dtype=like.dtype).view(shape)
 
 
 def shared_tokens(some: Origin, others: Origin) -> int:
