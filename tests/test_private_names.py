@@ -35,7 +35,12 @@ ELSEWHERE = {
     # The base class of the outputs of encoders.
     "plugins.encoder_decoder.encoded_rows": {"transformers.utils.generic"},
     "plugins.encoder_decoder.encoding": {"transformers.utils.generic"},
-    "plugins.heads.native_mtp": {"transformers.modeling_layers"},
+    # The names under which a checkpoint keeps a layer that its model drops.
+    "plugins.heads.native_mtp": {
+        "transformers.modeling_layers",
+        "transformers.core_model_loading",
+        "_keys_to_ignore_on_load_unexpected",
+    },
     "ngram.pool_file": {"_version"},  # its own
 }
 # Modules whose names the documentation of transformers promises, and those of models.

@@ -35,6 +35,9 @@ TRANSFORMERS: dict[str, PrivateName] = {
     "_is_hf_initialized": PrivateName("", "4.30", _NOTHING),
     "_is_stateful": PrivateName("transformers.PreTrainedModel", "4.42"),
     "_is_user_defined": PrivateName("", "5.17", "any cache may be the caller's, and is filled as his"),
+    "_keys_to_ignore_on_load_unexpected": PrivateName(
+        "transformers.PreTrainedModel", "4.30", "Qwen's MTP layers are refused"
+    ),
     "_mask_length": PrivateName("", "5.19", "the length of the ids counts"),
     "_pad_token_tensor": PrivateName("", "4.43", "the configuration's own token of padding counts"),
     "_prefill": PrivateName(_LOOP, "5.0"),
