@@ -210,7 +210,7 @@ def test_replayed_trees_are_scored_as_trees_are(
                 torch.testing.assert_close(got[row, : len(tree)], want[row, : len(tree)], rtol=1e-4, atol=1e-4)
                 for target in (fast, plain):
                     target.cache.commit(row, np.flatnonzero(ancestor_mask(tree)[-1]).astype(np.int32))
-    assert len(recordings) == 1
+    assert len(recordings) == 1 and not fast._graphs.problem, "and its replays serve"
 
 
 def test_a_kernel_whose_test_is_over_serves_the_passes_that_are_recorded(

@@ -117,7 +117,8 @@ def _prepare(
 
     train, held_out = data_of.split_examples(examples, settings.hold_out_every)
     say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
-    with torch.random.fork_rng():
+    gpus = [model.device] if model.device.type == "cuda" else []  # torch warns if it has to guess them
+    with torch.random.fork_rng(gpus):
         torch.manual_seed(settings.seed)  # a resumed run begins with the same weights
         learner, heads = untrained(model, train, settings)
     on_cpu = model.device.type == "cpu"
