@@ -152,6 +152,16 @@ def test_a_packed_pass_holds_no_more_tokens_than_a_part_of_a_prompt(monkeypatch,
     torch.testing.assert_close(logits, read(model, prompts)[0], rtol=1e-4, atol=1e-4)
 
 
+def test_prompts_are_read_whole_only_if_each_of_them_is(monkeypatch):
+    monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(torch_backend, "_MAX_WHOLE", 20)
+    for sizes, is_whole in (((5, 30, 7), False), ((5, 15, 7), True)):
+        backend = CpuBackend(wide("eager"), rows=3, capacity=16, packs_prompts=True)
+        with backend.serving():
+            backend.read(prompts_of(sizes))
+        assert backend.is_read_whole is is_whole
+
+
 def test_models_whose_rows_depend_on_one_another_are_not_packed():
     assert not packs_prompts(made("gpt-oss, sinks", torch.bfloat16), SOLO)  # experts take the rows routed to them
     assert not packs_prompts(made("mistral, its window", torch.bfloat16), SOLO)

@@ -191,6 +191,7 @@ class TorchBackend:
         """`read` the prompts of one group after the other."""
         longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
         logits, hidden, whole = list[Tensor](), list[dict[int, Tensor]](), list[dict[int, Tensor]]()
+        is_whole = True
         for group in groups:
             for row, (source, tokens) in enumerate(group.copies, first + group.first):
                 if source >= 0:
@@ -201,8 +202,9 @@ class TorchBackend:
                 logits.append(read(some, told or (lambda *_: None)))
             hidden.append(self.hidden)
             whole += self.prompt_hidden
+            is_whole &= self.is_read_whole
         self.hidden = {layer: torch.cat([each[layer] for each in hidden]) for layer in self.hidden}
-        self.prompt_hidden = whole
+        self.prompt_hidden, self.is_read_whole = whole, is_whole
         self.reused_tokens = [tokens if source >= 0 else 0 for group in groups for source, tokens in group.copies]
         return torch.cat(logits)
 
