@@ -171,6 +171,18 @@ def test_a_sound_is_mixed_and_resampled(tmp_path: Path) -> None:
         read_sound(tmp_path / "empty.wav", 16_000)
 
 
+def test_sounds_of_any_name_are_transcribed_beside_one_of_no_numbers(transcribe: Any, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    name = "\udcff.wav"  # a byte that is not UTF-8
+    with (tmp_path / "in" / name).open("wb") as file:
+        soundfile.write(file, np.zeros(RATE), RATE, format="WAV")
+    soundfile.write(tmp_path / "in" / "a.wav", np.full(RATE, np.nan), RATE, subtype="FLOAT")
+    result = transcribe(str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--format", "json")
+    assert result.exit_code == 1 and "a.wav: holds samples that are not finite numbers" in result.stderr
+    (written,) = (tmp_path / "out").iterdir()
+    assert json.loads(written.read_text())["file"].endswith(name)
+
+
 def test_a_small_file_of_long_silence_takes_little_memory(tmp_path: Path) -> None:
     with soundfile.SoundFile(tmp_path / "a.flac", "w", samplerate=96_000, channels=8) as file:
         for _ in range(20):

@@ -124,7 +124,8 @@ def _shown(segments: Sequence[Segment], format: Literal["text", "json", "srt", "
     if format == "json":
         text = " ".join(segment.text for segment in segments)
         parts = [asdict(segment) for segment in segments]
-        return json.dumps({"file": name, "text": text, "segments": parts}, ensure_ascii=False) + "\n"
+        told = json.dumps({"file": name, "text": text, "segments": parts}, ensure_ascii=False)
+        return told.encode("utf-8", "backslashreplace").decode() + "\n"  # names may not be UTF-8
     from lookahead.decoding.transcription import subtitles
 
     return subtitles(segments, format)

@@ -42,8 +42,8 @@ def find_sounds(arguments: Sequence[str]) -> list[Path]:
 def read_sound(path: Path | IO[bytes], rate: int, most_s: float = math.inf) -> NDArray[np.float32]:
     """The samples of a sound, float32 `[samples]` at `rate` samples per second; channels are averaged.
 
-    DocumentError if the file cannot be read as sound, is empty or longer than `most_s` seconds, or a package is
-    missing.
+    DocumentError if the file cannot be read as sound, is empty, longer than `most_s` seconds or not finite, or a
+    package is missing.
     """
     try:
         import soundfile
@@ -51,8 +51,10 @@ def read_sound(path: Path | IO[bytes], rate: int, most_s: float = math.inf) -> N
     except ImportError as error:
         raise DocumentError(_EXTRA) from error
     name = path if isinstance(path, Path) else "the sound"
+    # soundfile does not encode names that are not UTF-8.
+    source = os.fsencode(path) if isinstance(path, Path) and os.name == "posix" else path
     try:
-        with soundfile.SoundFile(path) as sound:
+        with soundfile.SoundFile(source) as sound:
             length = len(sound) / sound.samplerate
             if length > most_s:
                 raise DocumentError(f"{name}: has {length:.0f} s, more than {most_s:.0f}")
@@ -69,4 +71,6 @@ def read_sound(path: Path | IO[bytes], rate: int, most_s: float = math.inf) -> N
     mono: NDArray[np.float32] = np.concatenate(parts)
     if not len(mono):
         raise DocumentError(f"{name}: the sound is empty")
+    if not np.isfinite(mono).all():
+        raise DocumentError(f"{name}: holds samples that are not finite numbers")
     return mono
