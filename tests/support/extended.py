@@ -16,6 +16,7 @@ EXTENDED = {
     "tests/test_docs.py": ("README.md", "docs/*.md", "examples/*", "lookahead/__init__.py", "lookahead/cli/*"),
     # Benchmarks
     "tests/test_bench_kernel.py": ("bench/*", "kernels/*"),
+    "tests/test_bench_command.py": ("lookahead/cli/*", "lookahead/decoding/*"),
     "tests/test_llm_bench.py": ("bench/*",),
     "tests/test_peers.py": ("bench/*", "lookahead/drafting/*"),
     "tests/test_tables.py": ("lookahead/cli/*",),
@@ -33,6 +34,7 @@ EXTENDED = {
         "tests/support/fake_gpu.py",
     ),
     "tests/test_kernels.py": ("kernels/*", "tests/interpreted_kernels.py"),
+    "tests/test_products.py": ("kernels/*",),
     "tests/test_kernel_self_test.py": ("kernels/*", "lookahead/*/kernel_trial.py"),
     # Models beside causal language models with dense layers
     "tests/test_encoder_decoder_*.py": (
@@ -67,6 +69,10 @@ EXTENDED = {
         "lookahead/plugins/encoder_decoder/*",
     ),
     "tests/test_loaded_models.py": ("lookahead/backend/*", "lookahead/model/*"),
+    "tests/test_quantized_families.py": ("kernels/*", "lookahead/backend/*", "lookahead/model/*"),
+    "tests/test_states.py": ("kernels/*", "lookahead/backend/*", "lookahead/model/*"),
+    "tests/test_tree_mixers.py": ("kernels/*", "lookahead/backend/*", "lookahead/model/*"),
+    "tests/test_wrapped_decoders.py": ("lookahead/backend/*", "lookahead/model/*"),
     "tests/test_adapters.py": ("lookahead/backend/*", "lookahead/*/enable.py", "lookahead/model/model_*"),
     # Sources of drafts and modes that are asked for
     "tests/test_beams.py": ("lookahead/*/beam*", "lookahead/backend/*", "lookahead/model/*"),
