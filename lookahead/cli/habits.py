@@ -50,7 +50,8 @@ def _template_file(name: str) -> Path:
 
 
 def _use_template(context: typer.Context, name: str | None) -> str | None:
-    if name is not None:
+    # A name that is no text is refused as that of any other option.
+    if name is not None and name == name.encode(errors="ignore").decode():
         with usage_errors():
             file = _template_file(name)
             try:
