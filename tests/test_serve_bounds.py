@@ -7,7 +7,9 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,8 +17,11 @@ import pytest
 from lookahead.decoding.prompts import PromptReader
 from lookahead.plugins.grammar.grammar import Grammar
 from lookahead.serving import service
+from lookahead.serving.answers import Answer
+from lookahead.serving.messages import CountBody, MessagesBody, MessagesForm
 from lookahead.serving.parsing import parsed
 from lookahead.serving.request_schemas import ChatBody, CompletionBody
+from lookahead.serving.responses import ResponsesBody, ResponsesForm
 from lookahead.serving.timed_workers import TimedWorkers
 from lookahead.serving.translation import Translator
 from tests.support.running_server import folder, server
@@ -153,6 +158,74 @@ def test_what_is_read_for_clients_that_left_is_given_up(server, monkeypatch):
     began = time.monotonic()
     assert server.raw("POST", "/tokenize", {"prompt": "abc"})[0] == 200
     assert time.monotonic() - began < WAIT_S / 2  # before the limit of time
+
+
+@contextmanager
+def stalled(monkeypatch: Any, owner: Any, name: str) -> Iterator[threading.Semaphore]:
+    """A function of the server does not begin before the end; a semaphore counts its calls."""
+    begun, leave, own = threading.Semaphore(0), threading.Event(), getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        begun.release()
+        assert leave.wait(WAIT_S)
+        return own(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, call)
+        try:
+            yield begun
+        finally:
+            leave.set()
+
+
+REQUESTS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2},
+    "/v1/completions": {"prompt": "abc", "max_tokens": 2},
+    "/v1/responses": {"input": "abc", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "abc"}]},
+    "/tokenize": {"prompt": "abc"},
+}
+WORK = [
+    *((path, owner, name) for path in REQUESTS for owner, name in [(service, "parsed"), (Translator, "check")]),
+    ("/v1/responses", ResponsesBody, "chat"), ("/v1/messages", MessagesBody, "chat"),
+    ("/v1/messages/count_tokens", CountBody, "chat"), ("/v1/completions", Answer, "__init__"),
+    ("/v1/completions", Answer, "whole"), ("/v1/responses", ResponsesForm, "answer"),
+    ("/v1/messages", MessagesForm, "answer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "owner", "name"), WORK, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_others_are_answered_while_bodies_are_read_and_answers_written(server, monkeypatch, path, owner, name):
+    with ThreadPoolExecutor(8) as pool, stalled(monkeypatch, owner, name) as begun:
+        answers = [pool.submit(server.raw, "POST", path, REQUESTS[path]) for _ in range(8)]
+        assert begun.acquire(timeout=WAIT_S)
+        assert server.raw("GET", "/health")[0] == 200
+    assert [answer.result()[0] for answer in answers] == [200] * 8
+
+
+@pytest.mark.parametrize("stream", [{"logprobs": 3, "echo": True, "max_tokens": 0}, {"max_tokens": 2}], ids=str)
+@pytest.mark.parametrize("name", ["begin", "end"])
+def test_others_are_answered_while_a_stream_begins_and_ends(server, monkeypatch, stream, name):
+    body = {"prompt": "abc", "stream": True, **stream}
+    with ThreadPoolExecutor(1) as pool, stalled(monkeypatch, Answer, name) as begun:
+        answer = pool.submit(server.raw, "POST", "/v1/completions", body)
+        assert begun.acquire(timeout=WAIT_S)
+        assert server.raw("GET", "/health")[0] == 200
+    assert answer.result()[1].endswith(b"data: [DONE]\n\n")
+
+
+def test_a_body_of_too_many_objects_is_refused_and_those_in_texts_are_not_counted(server):
+    many = 1 << 14
+    body = {"prompt": "abc", "guided_json": {"enum": [{}] * (many - 4)}, "foo": []}
+    assert "foo: unknown field" in server.raw("POST", "/v1/completions", body)[1]["error"]["message"]
+    body["guided_json"]["enum"].append([])
+    status, answer = server.raw("POST", "/v1/completions", body)
+    assert (status, answer["error"]["message"]) == (
+        400, f"the body must have at most {many} objects and arrays, got {many + 1}"
+    )  # fmt: skip
+    text = '\\"[{' * 20_000 + "\\"
+    assert server.raw("POST", "/tokenize", {"prompt": text})[1]["error"]["code"] == "context_length_exceeded"
 
 
 def test_no_more_tasks_run_at_once_than_there_are_workers_even_if_they_are_left():

@@ -85,7 +85,7 @@ class Answer:
         logprobs: Sequence[list[TokenLogprobs]] = (),
     ) -> None:
         self._body, self._tokenizer, self._prompts, self.model = body, tokenizer, prompts, model
-        self._prompt_logprobs = logprobs
+        self._prompt_logprobs, self._texts = logprobs, dict[int, str]()
         self._is_chat = isinstance(body, ChatBody)
         names, forced = list[str](), body.forced_tools if isinstance(body, ChatBody) else None
         if isinstance(body, ChatBody) and body.tool_choice != "none":
@@ -223,4 +223,6 @@ class Answer:
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
+        if token not in self._texts:
+            self._texts[token] = str(self._tokenizer.decode([token]))
+        return self._texts[token]

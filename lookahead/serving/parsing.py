@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from lookahead.serving.api_errors import ApiError, invalid
 
+_MOST_NESTED = 1 << 14  # objects and arrays of a body: Python makes and checks each while other threads wait
 _MOST_FIELDS = 64  # listing the errors of a million takes seconds
 _SHOULD = "Input should be "  # how pydantic's messages about types begin
 
@@ -46,6 +47,8 @@ class Body(BaseModel):
 
 def parsed(kind: type[Any], body: bytes | dict[str, Any]) -> Any:
     """Parse the request in a body, or check its fields; ApiError names the first invalid one."""
+    if isinstance(body, bytes) and (nested := _nested(body)) > _MOST_NESTED:
+        raise ApiError(400, f"the body must have at most {_MOST_NESTED} objects and arrays, got {nested}")
     try:
         return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
     except ValidationError as error:
@@ -56,6 +59,14 @@ def parsed(kind: type[Any], body: bytes | dict[str, Any]) -> Any:
         field = ".".join(map(str, _path(first)))
         got = "" if first["type"] in ("missing", "extra_forbidden") else f", got {shortened(first['input'])}"
         raise invalid(field or None, f"{reason}{got}") from None
+
+
+def _nested(body: bytes) -> int:
+    """How many objects and arrays a JSON text has; while brackets are few, those in strings are counted too."""
+    if (most := body.count(b"{") + body.count(b"[")) <= _MOST_NESTED:
+        return most
+    bare = b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
+    return bare.count(b"{") + bare.count(b"[")
 
 
 def _of_fitting_branch(errors: Sequence[Any]) -> tuple[Any, str]:

@@ -35,6 +35,7 @@ def _is_no_overflow(temperature: float) -> float:
 
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_is_no_overflow)]
 Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_are_few)]
+Metadata = Annotated[dict[str, str], BeforeValidator(_are_few)]
 Text = Annotated[str, StringConstraints(min_length=1)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -207,7 +208,7 @@ class GenerationBody(Body):
     cache_salt: OptionalText | None = None
     # The others of these have no effect.
     verbosity: Verbosity | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     skip_special_tokens: Literal[True] | None = None
     service_tier: Literal["auto", "default"] | None = None
 

@@ -20,6 +20,7 @@ from lookahead.serving.request_schemas import (
     Effort,
     GenerationBody,
     Message,
+    Metadata,
     NamedTool,
     ResponseFormat,
     TextPart,
@@ -30,6 +31,7 @@ from lookahead.serving.request_schemas import (
     translated,
 )
 
+Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 _MOST_KEPT, _MOST_BYTES = 1000, 64 << 20
 _ECHOED = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning"}
 _ECHOED |= {"store", "temperature", "text", "tool_choice", "tools", "top_p"}
@@ -86,13 +88,13 @@ class ResponsesBody(GenerationBody):
     n: Literal[1] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
 

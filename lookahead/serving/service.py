@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +36,7 @@ from lookahead.serving.translation import as_api_error
 T = TypeVar("T")
 _MOST_SCORED = 1 << 15  # tokens of prompts whose log-probabilities a request may have
 _READERS = 4  # threads for work whose size a client sets
+_WRITERS = 2  # threads for bodies of requests and answers, which take tenths of a second
 _READING_S = 10.0  # time limit of each piece of it
 _BODY_S = 30.0  # time limit for a body to arrive
 _log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Turn:
 
     updates: asyncio.Queue[tuple[int, Update]]
     tickets: list[Ticket]
+    client: str
     deadline: float
     started: float
     is_cancelled: threading.Event
@@ -74,6 +76,7 @@ class Service:
         self.models, self._timeout_s = models, timeout_s
         self.metrics = Metrics(lambda: [(each.name, each.loop.figures()) for each in models.loaded])
         self._readers, self._scorers = TimedWorkers(_READERS), TimedWorkers(1)
+        self._parsers, self._writers = TimedWorkers(_WRITERS), TimedWorkers(_WRITERS)
 
     async def model(self, name: str | None, deadline: float, kind: type[Any] = ServedModel) -> Any:
         """The model of a request, of the kind that can serve it; waits while it loads."""
@@ -89,8 +92,16 @@ class Service:
 
     async def body(self, request: Request, kind: type[T]) -> T:
         """The body of a request."""
-        content: T = parsed(kind, await self.arrived(request.body()))
-        return content
+        return await self.parse(request, partial(parsed, kind, await self.arrived(request.body())))
+
+    async def parse(self, request: Request, task: Callable[[], T]) -> T:
+        """The result of work on a body, on a thread: other requests go on meanwhile."""
+        return await unless_left(request, self._parsers.run(task, _READING_S, client=request.state.client))
+
+    async def _write(self, turn: Turn, task: Callable[[], T]) -> T:
+        """The result of work on an answer, on a thread."""
+        left = _left(turn.deadline)
+        return await self._writers.run(task, left, client=turn.client, wait_s=left)
 
     async def arrived(self, reading: Awaitable[T]) -> T:
         """What a client sends, which must arrive in a short time."""
@@ -122,16 +133,16 @@ class Service:
         """The result of work whose size a client sets, about the model that the body names."""
         deadline = time.monotonic() + self._timeout_s
         served: ServedModel = await self.model(body.model, deadline)
-        served.translator.check(body)
+        await self.parse(request, partial(served.translator.check, body))
         return await unless_left(request, self._apart(partial(task, served), request.state.client, deadline))
 
     async def begin(self, body: ChatBody | CompletionBody, client: str = "", salt: str = "") -> Turn:
         """Translate a request and start its outputs, which end if this is cancelled."""
         started = time.monotonic()
-        turn = Turn(asyncio.Queue(), list[Ticket](), started + self._timeout_s, started, threading.Event())
+        turn = Turn(asyncio.Queue(), list[Ticket](), client, started + self._timeout_s, started, threading.Event())
         try:
             served: ServedModel = await self.model(body.model, turn.deadline)
-            served.translator.check(body)
+            await self._parsers.run(partial(served.translator.check, body), _READING_S, client=client)
             planned = await self._apart(partial(_plan, served, body, client, salt), client, turn.deadline)
             prompts, logprobs = [each.request.ids for each in planned], list[list[TokenLogprobs]]()
             if (top := body.prompt_top) is not None:
@@ -142,7 +153,8 @@ class Service:
                 for ids in prompts:
                     task = partial(prompt_logprobs, served.model, ids, top)
                     logprobs.append(await self._alone(task, client, turn.deadline))
-            turn.answer = Answer(body, body.model or served.name, served.tokenizer, prompts, logprobs)
+            name = body.model or served.name
+            turn.answer = await self._write(turn, partial(Answer, body, name, served.tokenizer, prompts, logprobs))
             if body.max_tokens == 0:
                 return turn
             queue = partial(_queue, turn, served.loop, planned, asyncio.get_running_loop())
@@ -194,7 +206,7 @@ class Service:
         async def collect() -> Response:
             async for i, update in self.updates(turn):
                 turn.answer.choices[i].add(update)
-            return JSONResponse(form.whole(turn.answer.whole()))
+            return await self._write(turn, lambda: JSONResponse(form.whole(turn.answer.whole())))
 
         try:
             return await unless_left(request, collect())
@@ -205,13 +217,13 @@ class Service:
         """The answer as server-sent events; closing it, as on a disconnect, ends the outputs."""
         answer = turn.answer
         try:
-            for event in chain(form.begin(), *map(form.add, answer.begin())):
-                yield _sent(event)
+            for text in await self._write(turn, lambda: _all_sent(form.begin(), *map(form.add, answer.begin()))):
+                yield text
             async for i, update in self.updates(turn):
                 for event in chain.from_iterable(map(form.add, answer.add(i, update))):
                     yield _sent(event)
-            for event in chain(*map(form.add, answer.end()), form.finish()):
-                yield _sent(event)
+            for text in await self._write(turn, lambda: _all_sent(*map(form.add, answer.end()), form.finish())):
+                yield text
         except ApiError as error:
             yield _sent(form.failed(error))
         finally:
@@ -275,6 +287,10 @@ def _forget(task: asyncio.Future[Any]) -> None:
     """Take note of the error of a task that nobody may wait for: asyncio logs the others as never retrieved."""
     if not task.cancelled():
         task.exception()
+
+
+def _all_sent(*events: Iterable[Event]) -> list[str]:
+    return [_sent(event) for event in chain(*events)]
 
 
 def _sent(event: Event) -> str:

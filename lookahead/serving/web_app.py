@@ -106,17 +106,17 @@ def make_app(
     async def responses(request: Request, body: ResponsesBody) -> Response:
         owner = request.state.owner
         earlier = kept.get(owner, body.previous_response_id) if body.previous_response_id else []
-        chat = body.chat(earlier)
+        chat = await service.parse(request, lambda: body.chat(earlier))
         keep = partial(kept.put, owner, chat.messages[bool(body.instructions) :])
         return await answer(request, chat, lambda turn: ResponsesForm(body, turn.answer.model, keep))
 
     @post("/v1/messages", MessagesBody)
     async def messages(request: Request, body: MessagesBody) -> Response:
-        return await answer(request, body.chat(), lambda turn: MessagesForm(turn.answer))
+        return await answer(request, await service.parse(request, body.chat), lambda turn: MessagesForm(turn.answer))
 
     @post("/v1/messages/count_tokens", CountBody)
     async def count_tokens(request: Request, body: CountBody) -> Response:
-        chat = body.chat()
+        chat = await service.parse(request, body.chat)
         tokens = await service.read(request, chat, lambda served: served.translator.tokens_of(chat))
         return JSONResponse({"input_tokens": len(tokens)})
 
