@@ -127,8 +127,8 @@ def llm_results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
 
-def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """The table of the README: a real model, with columns by dtype."""
+def llm_table(results: Sequence[Mapping[str, Any]], *, short: bool = False) -> str:
+    """The table of a real model with columns by dtype; the README has its first four rows (`short`)."""
 
     def both(key: str, unit: str = "x") -> str:
         return f"{{prompt_lookup[{key}]:.2f}}{unit} / {{lookahead[{key}]:.2f}}{unit}"
@@ -136,13 +136,12 @@ def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
     same = "{prompt_lookup[identical]} / {lookahead[identical]}"
     rows = {
         "transformers, greedy, ms a token": "{methods[greedy][ms_per_token][cpu]:.1f}",
-        "transformers, prompt lookup, the best of 3, 10 and 20 tokens": "{prompt_lookup[speedup]:.2f}x",
-        "**lookahead**": "**{lookahead[speedup]:.2f}x**",
+        "decoding: prompt lookup / lookahead": both("speedup"),
+        "prompts read too: prompt lookup / lookahead": both("end_to_end"),
+        "outputs identical to greedy: prompt lookup / lookahead": f"{same} of {{prompts}}",
         "where no output loops: prompt lookup / lookahead": both("without_loops"),
-        "end to end, prompts read too: prompt lookup / lookahead": both("end_to_end"),
         "the slowest prompt: prompt lookup / lookahead": both("lowest"),
         "tokens a pass: prompt lookup / lookahead": both("tokens_per_pass", ""),
-        "outputs identical to greedy: prompt lookup / lookahead": f"{same} of {{prompts}}",
     }
     if all("cold" in result for result in results):
         rows["the first request of a fresh process: lookahead"] = "{cold[cold][speedup][cpu]:.2f}x"
@@ -152,7 +151,7 @@ def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
         some["lookahead without drafts"] = "no drafts"
     rows |= {what: f"{{methods[{name}][speedup][cpu]:.2f}}x" for what, name in some.items()}
     lines = [f"| | {' | '.join(result['dtype'] for result in results)} |", "|---|" + "---|" * len(results)]
-    for what, form in rows.items():
+    for what, form in list(rows.items())[: 4 if short else None]:
         cells = (
             "" if what in some and some[what] not in result["methods"] else form.format(**result) for result in results
         )
@@ -163,13 +162,10 @@ def llm_table(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_table(page: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """A page with the plot and the table between its marks, or with nothing there if nothing was measured."""
-    plot = f"![Decode speed over greedy decoding by category](bench/{PLOT.as_posix()})\n"
+def with_figures(page: str, shown: str) -> str:
+    """A page with `shown` between its marks."""
     before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    shown = f"\n{plot}\n{llm_table(results)}\n" if results else ""
-    return f"{before}{BEGIN}{shown}{END}{after}"
+    return f"{before}{BEGIN}\n{shown}\n{END}{rest.partition(END)[2]}"
 
 
 def draw(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -206,11 +202,15 @@ def draw(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    measured, readme = llm_results(BENCH / "results"), BENCH.parent / "README.md"
+    measured, root = llm_results(BENCH / "results"), BENCH.parent
     draw(measured, BENCH / PLOT)
     (BENCH / "RESULTS.md").write_text(page(BENCH / "results"), encoding="utf-8")
-    readme.write_text(with_table(readme.read_text(encoding="utf-8"), measured), encoding="utf-8")
-    print("wrote bench/RESULTS.md and README.md")
+    plot = f"![Decode speed over greedy decoding by category](bench/{PLOT.as_posix()})\n"
+    figures = {"README.md": f"{llm_table(measured, short=True)}\n{plot}", "docs/measurements.md": llm_table(measured)}
+    for name, shown in figures.items():
+        text = (root / name).read_text(encoding="utf-8")
+        (root / name).write_text(with_figures(text, shown), encoding="utf-8")
+    print("wrote bench/RESULTS.md,", ", ".join(figures))
 
 
 if __name__ == "__main__":

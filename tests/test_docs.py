@@ -34,7 +34,6 @@ SHELL = {"|", "||", "&&", ";", "&", ">", ">>", "2>"}
 # Blocks that stand under `<!-- not run: reason -->`, by the page and their first three words.
 NOT_RUN = {
     ("README.md", "make demo #"),
-    ("README.md", "python -m bench.llm"),
     ("README.md", "pip install torch"),
     ("README.md", "lookahead summarize docs/"),
     ("docs/how-fast.md", "python -m bench.llm"),
