@@ -166,7 +166,13 @@ def test_minus_one_and_minus_two_are_different_numbers() -> None:
     assert stamp_of(model).number != before
 
 
-@pytest.mark.parametrize("change", CHANGES)
+OF_A_KIND = (
+    "data.copy_", "data of another tensor", "a row of the embedding", "an expanded norm", "a buffer", "another module",
+    "another scale", "a norm's size",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OF_A_KIND)
 def test_a_text_read_with_other_weights_is_read_again(change: str, tiny_tokenizer: Any) -> None:
     model = copy.deepcopy(original())
 
