@@ -222,7 +222,7 @@ def job_of(model: PreTrainedModel, prompts: Sequence[Prompt], arguments: argpars
         "model": model.name_or_path,
         "prompts": [prompt.ids[0].tolist() for prompt in prompts],
         "ends": [] if ends is None else [ends] if isinstance(ends, int) else ends,
-        **{name: getattr(arguments, name) for name in ("dtype", "max_new_tokens", "temperature")},
+        **{name: getattr(arguments, name) for name in ("dtype", "max_new_tokens", "temperature", "threads")},
     }
 
 
@@ -233,7 +233,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cold", type=int, default=1, help="prompts of each category for fresh processes")
     parser.add_argument("--temperature", type=float, default=0.0, help="sample, every method from the same seed")
     parser.add_argument("--methods", default=",".join(DEFAULT_METHODS), help=f"of {NAMES}, with commas between them")
-    parser.add_argument("--peer", action="append", default=[], type=peer_of, help="NAME:PYTHON, NAME:PYTHON:MODEL")
+    parser.add_argument("--peer", action="append", default=[], type=peer_of, help="NAME:PROGRAM, NAME:PROGRAM:MODEL")
     parser.add_argument("--cold-worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     for path in (arguments.prompts, arguments.stories):

