@@ -66,6 +66,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GptOss": ("GptOss", {**MIXTURE, "num_local_experts": 16, "intermediate_size": 512, "sliding_window": 512}),
     "Lfm2": ("Lfm2", {**DENSE, "head_dim": None}),
     "Qwen3_5": ("Qwen3_5Text", {**DENSE, "head_dim": 128}),
+    "GraniteMoeHybrid": (
+        "GraniteMoeHybrid",
+        {
+            **DENSE, "num_local_experts": 0, "shared_intermediate_size": 3072, "mamba_n_heads": 32,
+            "mamba_d_head": 64, "mamba_d_state": 128, "position_embedding_type": "nope",
+            "layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 4,
+        },
+    ),
 }  # fmt: skip
 
 

@@ -152,11 +152,16 @@ def spread(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(builder.insert_element(empty, number, ir.IntType(32)(0)), empty, _FIRST_LANE)
 
 
-def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
+def emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the product of vectors: of float32 by one fused instruction, else both products of every lane."""
-    if left[0].type == VECTOR:
-        return builder.fadd(total, builder.fmul(left[0], right[0], **FUSED), **FUSED)
-    return call(builder, _DOT_OF_PAIRS, total.type, total, left[0], right[0])
+    if left.type == VECTOR:
+        return builder.fadd(total, builder.fmul(left, right, **FUSED), **FUSED)
+    return call(builder, _DOT_OF_PAIRS, total.type, total, left, right)
+
+
+def _emit_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """`emit_product` of the only term."""
+    return emit_product(builder, total, left[0], right[0])
 
 
 def emit_bytes(builder: Any, total: Any, row: Any, weight: Any) -> Any:

@@ -39,7 +39,11 @@ def test_in_float32_passes_are_one_call_with_the_tokens_of_generate(name, calls)
 
 
 @pytest.mark.parametrize(
-    "name", ["Gemma3", "Gemma4", "GPTNeoX", "Olmo3", "Granite", "Qwen2Moe", "Qwen3Moe", "Glm4", "Lfm2", "Qwen3_5"]
+    "name",
+    [
+        *("Gemma3", "Gemma4", "GPTNeoX", "Olmo3", "Granite", "Qwen2Moe", "Qwen3Moe", "Glm4", "Lfm2", "Qwen3_5"),
+        "GraniteMoeHybrid-Mamba",
+    ],
 )
 def test_sampled_tokens_are_those_of_generate(name):
     own, ours = both(made(name), prompt(), do_sample=True, temperature=1.3)
@@ -60,6 +64,7 @@ def test_sampled_tokens_are_those_of_generate(name):
         "Qwen2Moe",
         "Lfm2",
         "Qwen3Next",
+        "GraniteMoeHybrid-Mamba",
     ],
 )
 def test_rows_of_other_lengths_get_the_tokens_of_generate(name, calls):
@@ -250,8 +255,7 @@ def test_a_hybrid_without_recurrent_layers_is_a_model_of_attention():
 
 
 def test_a_layer_of_a_kind_that_no_operation_describes_is_named():
-    kinds = ["full_attention", "linear_attention", "full_attention"]
-    model = made("GraniteMoeHybrid", SINGLE, layer_types=kinds, mamba_n_heads=8, mamba_d_head=64)
-    assert fused_layers.find_fused(model).reason == "layer 1: it is a Mamba layer"
+    model = made("Olmoe", SINGLE, clip_qkv=1.0)
+    assert fused_layers.find_fused(model).reason.startswith("layer 0: queries, keys and values are clipped; layer 1:")
     own, ours = both(model, prompt(), do_sample=False)
     assert torch.equal(own.sequences, ours.sequences)

@@ -1,4 +1,4 @@
-"""Gated delta nets and short convolutions by kernels: every node has the states and bits of single tokens."""
+"""Gated delta nets, Mamba-2 and short convolutions by kernels: every node has the states and bits of single tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import conv1d, silu
 from transformers import DynamicCache
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 import lookahead
@@ -25,6 +26,7 @@ from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels.gated_delta import Updates, advance, gated_delta
 from lookahead.kernels.jobs import run
+from lookahead.kernels.selective_state import DTYPES, Inputs, selective_state
 from lookahead.kernels.short_conv import convolution
 from lookahead.model.state_layers import KEEPS_STATES, states_in
 from tests.support.adversarial_proposers import drafting_by, perfect, random_trees
@@ -36,7 +38,13 @@ on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reaso
 HALF, SINGLE = torch.bfloat16, torch.float32
 ROOT = np.zeros(1, np.int32)
 HEADS = {"linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 24, "linear_value_head_dim": 32}
-OPTIONS: dict[str, dict[str, Any]] = {"Qwen3_5": HEADS, "Qwen3_5Moe": HEADS, "Qwen3Next": HEADS, "Lfm2": {}, "Lfm3": {}}
+# Torch multiplies bfloat16 matrices of fewer than 4,096 products by other code.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Qwen3_5": HEADS, "Qwen3_5Moe": HEADS, "Qwen3Next": HEADS, "Lfm2": {}, "Lfm3": {},
+    "GraniteMoeHybrid": {"mamba_d_state": 128}, "Bamba": {"mamba_d_state": 128}, "Zamba2": {"mamba_d_state": 128},
+    "Mamba2": {"state_size": 128}, "NemotronH": {"ssm_state_size": 128},
+}  # fmt: skip
+MAMBAS = "GraniteMoeHybrid", "Bamba", "Zamba2", "Mamba2", "NemotronH"
 
 
 def built(name: str, dtype: torch.dtype) -> Any:
@@ -73,7 +81,8 @@ def test_every_node_has_the_logits_and_states_of_its_path_token_by_token(name: s
         backend.read([prompt])
         backend.cache.commit(0, ROOT)
         scores = backend.score([tree], BitPolicy.SOLO)[0]
-    assert ("states by kernels", True) in [(each.path, each.serves) for each in backend.report().paths]
+    if dtype in DTYPES or name not in MAMBAS:
+        assert ("states by kernels", True) in [(each.path, each.serves) for each in backend.report().paths]
     for node in range(len(tree)):
         past, path = DynamicCache(config=model.config), path_to(parents, node)
         own_pass(model, prompt, past, 0)
@@ -129,6 +138,37 @@ def test_the_delta_rule_has_the_bits_of_transformers(
         run(advance(before, updates, torch.tensor(path_to(parents, node)), after))
         assert torch.equal(after, state[0])
         assert torch.equal(out[node], norm(own.view(-1, size), z[node].view(-1, size)).flatten())
+
+
+@on_x86
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "groups", "size", "state_size"), [(8, 1, 64, 128), (6, 2, 32, 64), (5, 5, 80, 16)])
+def test_selective_states_have_the_bits_of_transformers(
+    heads: int, groups: int, size: int, state_size: int, dtype: torch.dtype
+) -> None:
+    parents, width, step, same = random_parents(11), heads * size, random(11, heads, seed=1, dtype=dtype).abs(), (
+        torch.equal if dtype == HALF else partial(torch.allclose, rtol=1e-4, atol=1e-4)
+    )  # fmt: skip
+    mixed, skips = random(11, width + 2 * groups * state_size, dtype=dtype), random(heads, seed=2, dtype=dtype)
+    rate, gates, before = -random(heads, seed=3).abs(), random(11, width, seed=4), random(heads, size, state_size)
+    inputs = Inputs(mixed, step.float(), (step.float() * rate).exp())
+    out, state = torch.full((11, width), torch.nan), before.mT.contiguous()
+    run(selective_state(inputs, skips, state, torch.tensor(parents), gates, out))
+    states: list[torch.Tensor] = []
+    for node, parent in enumerate(parents):
+        x, into, out_of = mixed[node].split([width, groups * state_size, groups * state_size])
+        held = (states[parent] if node else before)[None].clone()
+        own = granite.mamba2_selective_state_update(
+            held, x.view(1, heads, size), step[node][None, :, None].expand(1, heads, size),
+            rate[:, None, None].expand(-1, size, state_size), into.view(1, groups, -1), out_of.view(1, groups, -1),
+            skips[:, None].expand(-1, size),
+        )  # fmt: skip
+        states.append(held[0])
+        path, after = torch.tensor(path_to(parents, node)), torch.full_like(state, torch.nan)
+        unused = gates[: len(path)], torch.empty(len(path), width)
+        run(selective_state(inputs.of(path), skips, state, path, *unused, after))
+        assert torch.equal(after.mT, held[0])
+        assert same(out[node], own.flatten().float() * gates[node])
 
 
 def test_heads_that_share_a_key_never_see_it_half_made() -> None:
@@ -187,6 +227,11 @@ def test_changed_layers_run_their_own_code() -> None:
     assert not find_mixers(changed(lambda layer: layer.linear_attn.norm.register_forward_hook(print)))
     assert not find_mixers(changed(lambda layer: setattr(layer.linear_attn, "activation", "relu")))
     assert not find_mixers(changed(lambda layer: layer.conv.conv.half(), "Lfm2"))
+    assert find_mixers(changed(lambda layer: None, "Bamba"))
+    assert not find_mixers(changed(lambda layer: layer.mamba.norm.register_forward_hook(print), "Bamba"))
+    assert not find_mixers(
+        changed(lambda layer: setattr(layer.mamba, "D", nn.Parameter(layer.mamba.D.half())), "Bamba")
+    )
     bias = nn.Parameter(torch.ones(32, dtype=HALF))
     assert not find_mixers(changed(lambda layer: setattr(layer.conv.conv, "bias", bias), "Lfm2"))
 

@@ -47,6 +47,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0, "num_local_experts": 0,
         "shared_intermediate_size": 512, "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope",
     },
+    "GraniteMoeHybrid-Mamba": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0, "num_local_experts": 0,
+        "shared_intermediate_size": 512, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32, "mamba_n_groups": 2,
+        "position_embedding_type": "nope",
+    },
     "Starcoder2": {"sliding_window": 16},
     "GPTNeoX": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}, "head_dim": None,
@@ -100,7 +106,8 @@ has_kernels = pytest.mark.skipif(
 
 def made(name: str, dtype: torch.dtype = HALF, **options: Any) -> Any:
     """A random model of a family, including random norms and biases."""
-    sizes = {key: size for key, size in {**SIZES, **FAMILIES[name], **options}.items() if size is not None}
+    options, name = {**FAMILIES[name], **options}, name.partition("-")[0]
+    sizes = {key: size for key, size in {**SIZES, **options}.items() if size is not None}
     text = "Text" if name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
     config = getattr(transformers, f"{name}{text}Config")(**sizes)
     with torch.random.fork_rng():

@@ -97,7 +97,8 @@ def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
         first = (slice(1), slice(1)) if layer.experts else (slice(2), slice(3))
         some, cos, sin = (tensor[first].contiguous() for tensor in (x, *places))
         more = _more_inputs(layer, source, some)
-        own = type(layer.module).forward(layer.module, some, position_embeddings=(cos, sin), **more())
+        positions = None if _needs_no_positions(layer) else (cos, sin)
+        own = type(layer.module).forward(layer.module, some, position_embeddings=positions, **more())
         pairs.append((own, fused(layer, some, (cos, sin), **more())))
         if rope is not None:
             is_single = "x" in signature(rotate).parameters  # it rotates queries, and then keys
@@ -120,6 +121,15 @@ def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
         kinds = {type(activation) for activation in layer.activations if isinstance(activation, nn.Module)}
         return all(torch.equal(*pair) for pair in pairs) and all(map(keeps_activation, kinds))  # type: ignore[arg-type]
     return all(bool((own - ours).abs().max() <= _TOLERANCE * own.abs().max()) for own, ours in pairs)
+
+
+def _needs_no_positions(layer: DeclaredLayer) -> bool:
+    """Whether a layer without a rotary embedding rotates if it gets positions, which its model does not give."""
+    part = layer.attention
+    if part is None or part.rope is not None:
+        return False
+    positions = signature(type(part.module).forward).parameters["position_embeddings"]
+    return positions.default is None
 
 
 def _more_inputs(layer: DeclaredLayer, source: torch.Generator, x: Tensor) -> Callable[[], dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Recurrent modules of known classes, computed by kernels for all nodes of a tree.
 
-These are gated delta nets and short convolutions. Their linear layers are called once for all nodes, and one call of
-kernels takes the states from parents to children. In bfloat16 every node has the bits of transformers' code for a
-single token, which a probe compares (`lookahead.backend.cpu.state_bits`).
+These are gated delta nets, Mamba-2 and short convolutions. Their linear layers are called once for all nodes, and one
+call of kernels takes the states from parents to children. In bfloat16 every node has the bits of transformers' code for
+a single token, which a probe compares (`lookahead.backend.cpu.state_bits`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import pad, silu, softplus
 
 from lookahead.backend.cpu.cpu_pass import thread
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import IntArray
+from lookahead.kernels import layer_ops
 from lookahead.kernels.gated_delta import COLUMNS, MAX_SIZE, Updates, advance, gated_delta
 from lookahead.kernels.jobs import Job
 from lookahead.kernels.jobs import run as run_jobs
+from lookahead.kernels.selective_state import COLUMNS as STATE_COLUMNS
+from lookahead.kernels.selective_state import DTYPES as STATE_DTYPES
+from lookahead.kernels.selective_state import Inputs, selective_state
 from lookahead.kernels.short_conv import convolution, newest
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import is_offloaded
@@ -74,7 +78,11 @@ class TreeMixer:
         kinds = {_CONV: dtype} if self.mix is _convolve else {_CONV: dtype, _RECURRENT: torch.float32}
         layer: StateLayer = cache.layers[self.at]
         before = [layer.committed.get(row, {}) for row in range(rows)]
-        held = [{kind: each.dtype for kind, each in states.items() if each.is_contiguous()} for states in before]
+        is_scan = self.mix is _scan  # which takes recurrent states transposed too
+        held = [
+            {kind: each.dtype for kind, each in states.items() if each.is_contiguous() or (is_scan and kind != _CONV)}
+            for states in before
+        ]
         return None if is_own or any(each != kinds for each in held) else before
 
 
@@ -96,11 +104,9 @@ def find_mixers(model: Any) -> dict[nn.Module, TreeMixer]:
         is_known = file == f"transformers.models.{folder}" and len(layers) == 1
         if mix is None or not is_known or is_set_by_user(module) or not _is_plain(conv):
             continue
-        kinds |= {type(module), type(conv)}
-        if mix is _apply_delta_rule:
-            if not _takes_heads(module):
-                continue
-            kinds.add(type(module.norm))
+        if mix in _TAKES and not _TAKES[mix](module):
+            continue
+        kinds |= {type(module), type(conv), type(getattr(module, "norm", conv))}
         found[module] = TreeMixer(module, conv, layers[0], inputs, mix)
     return {} if not found or global_hooks() or code_of(frozenset(kinds)).foreign else found
 
@@ -126,6 +132,19 @@ def _takes_heads(module: Any) -> bool:
         and module.activation in ("silu", "swish")
         and _is_plain(module.norm)
         and module.norm.weight.dtype == module.conv1d.weight.dtype
+    )
+
+
+def _takes_scans(module: Any) -> bool:
+    """Whether the kernel supports the heads of a Mamba-2 layer."""
+    weight, own = module.conv1d.weight, [module._parameters.get(name) for name in ("A_log", "D", "dt_bias")]
+    return (
+        weight.dtype in STATE_DTYPES
+        and module.head_dim % STATE_COLUMNS == 0
+        and module.intermediate_size % _VECTORS == module.ssm_state_size % 2 == 0
+        and module.activation in ("silu", "swish")
+        and _is_plain(module.norm)
+        and all(type(one) is nn.Parameter and one.dtype == weight.dtype for one in (module.norm.weight, *own))
     )
 
 
@@ -204,6 +223,54 @@ def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor, is_alone: bool) ->
     return function(x) if len(x) <= rows else torch.cat([function(part) for part in x.split(rows)])
 
 
+def _scan(
+    mixer: TreeMixer,
+    inputs: Sequence[Tensor],
+    out: Tensor,
+    firsts: Sequence[int],
+    before: list[States],
+    cache: TreeCache,
+    run: Run,
+) -> None:
+    """A Mamba-2 layer."""
+    module, norm, mode, size = mixer.module, mixer.module.norm, thread.running, out.shape[1]
+    is_alone = out.dtype == torch.bfloat16 and mode is not None and mode.policy is BitPolicy.SOLO
+    gate, mixed_in, steps = inputs[0].flatten(0, -2).split([size, module.conv_dim, module.num_heads], -1)
+    mixed_in = mixed_in.clone(memory_format=torch.contiguous_format)  # its buffer is overwritten by the next layer
+    steps = (steps + module.dt_bias).flatten()
+    # The layer computes every step once for each number of a head, by whole vectors.
+    steps = softplus(pad(steps, (0, -len(steps) % _VECTORS)))[: len(steps)].float().view(len(out), -1)
+    decays = (-module.A_log.float().exp() * steps).exp()
+    mixed, gates = torch.empty_like(mixed_in), _by_rows(silu, gate.float(), is_alone)
+    results, parts, layer = torch.zeros_like(gates), _parts(firsts, cache), cache.layers[mixer.at]
+    own, skips = Inputs(mixed, steps, decays), module.D
+    states = [row[_RECURRENT].mT.contiguous() for row in before]
+    only = layer.memory_like(_RECURRENT, states[0].mT) if len(out) == 1 else None  # after a single node
+    last, jobs = None if only is None else only.mT, list[Job]()
+    for (part, parents), row, state in zip(parts, before, states, strict=True):
+        conv = row[_CONV], mixer.conv.weight, mixer.conv.bias
+        jobs += [
+            convolution(mixed_in[part], *conv, parents, mixed[part], has_silu=True),
+            selective_state(own.of(part), skips, state, parents, gates[part], results[part], last),
+        ]
+    groups = results.view(-1, norm.group_size)
+    run(*jobs, layer_ops.norm(groups, results.new_ones(norm.group_size), groups, norm.variance_epsilon))
+    torch.mul(norm.weight, results.to(out.dtype), out=out)
+
+    def after(row: int, path: IntArray) -> States:
+        nodes, held, (part, _) = torch.from_numpy(path.astype("int64")), before[row], parts[row]
+        conv, state, count = torch.empty_like(held[_CONV]), only, len(path)
+        jobs = [newest(held[_CONV], mixed_in[part], nodes, conv)]
+        if state is None:
+            state = layer.memory_like(_RECURRENT, states[row].mT)
+            unused = gates[:count], results[:count]
+            jobs.append(selective_state(own.of(part).of(nodes), skips, states[row], nodes, *unused, state.mT))
+        run_jobs(*jobs)
+        return {_CONV: conv, _RECURRENT: state}
+
+    layer.after = after
+
+
 def _convolve(
     mixer: TreeMixer,
     inputs: Sequence[Tensor],
@@ -235,9 +302,12 @@ def _convolve(
     layer.after = after
 
 
+_TAKES: dict[Mix, Callable[[Any], bool]] = {_apply_delta_rule: _takes_heads, _scan: _takes_scans}
+_MAMBAS = "GraniteMoeHybridMambaLayer", "BambaMixer", "Mamba2Mixer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"
 _DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _apply_delta_rule
 _CLASSES: dict[str, tuple[tuple[str, ...], Mix | None]] = {
     **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA),
+    **dict.fromkeys(_MAMBAS, (("in_proj",), _scan)),
     "Qwen3NextGatedDeltaNet": (("in_proj_qkvz", "in_proj_ba"), _apply_delta_rule),
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), (("in_proj",), _convolve)),
 }

@@ -1,4 +1,4 @@
-"""Granite 3 and 4: factors around a layer like Llama's, with an MLP, experts, or both."""
+"""Granite 3 and 4: factors around a layer like Llama's, with an MLP, experts, or both; Granite 4 also with Mamba-2."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from lookahead.model.families.mixtures import softmax_of_largest
-from lookahead.model.families.modules import attention, gated, gated_at_once
-from lookahead.model.families.operations import Experts, Family, Mlp, Norm, Residual, SelfAttention, UndeclaredError
+from lookahead.model.families.modules import attention, gated, gated_at_once, recurrence
+from lookahead.model.families.operations import Experts, Family, Mlp, Norm, Recurrence, Residual, SelfAttention
 
 
-def _layer(layer: Any, attended: SelfAttention, feeding: Mlp | Experts) -> tuple[Residual, ...]:
+def _layer(layer: Any, mixer: SelfAttention | Recurrence, feeding: Mlp | Experts) -> tuple[Residual, ...]:
     factor = layer.residual_multiplier
     return (
-        Residual(attended, Norm(layer.input_layernorm), factor=factor),
+        Residual(mixer, Norm(layer.input_layernorm), factor=factor),
         Residual(feeding, Norm(layer.post_attention_layernorm), factor=factor),
     )
 
@@ -43,7 +43,8 @@ def _granite_moe(layer: Any) -> tuple[Residual, ...]:
 
 def _granite_hybrid(layer: Any) -> tuple[Residual, ...]:
     if layer.self_attn is None:
-        raise UndeclaredError("it is a Mamba layer")
+        mixer = recurrence(layer.mamba, ("in_proj",), (), "out_proj", "cache_params", ("conv1d", "norm", "act"))
+        return _layer(layer, mixer, _mixture(layer))
     attended = attention(layer.self_attn)
     if layer.self_attn.config.position_embedding_type != "rope":
         attended = attended._replace(rope=None)
