@@ -97,7 +97,7 @@ def test_the_page_shows_an_answer_and_the_figures_of_the_server(folder, tmp_path
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
-    running: Any = Running(folder, api_keys=keys)
+    running: Any = Running(folder, api_keys=keys, max_new_tokens=60)
     try:
         _, _, page = fetched(running)
         script, browser = Path(tmp_path / "page.js"), Path(tmp_path / "browser.js")

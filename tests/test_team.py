@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,58 +15,8 @@ import torch
 from lookahead.backend.cpu import product_choice
 from lookahead.backend.cpu.whole_pass import fastest_number
 from lookahead.kernels import jobs, team
-from lookahead.kernels.jobs import Job, claim_part, leader, run, table_of, torch_on_one_thread
-from lookahead.kernels.team import add
-from lookahead.utils.addresses import array_at
-
-PARTS, JOBS = 7, 60
-
-
-def _mix(address: Any) -> None:
-    """Each part adds up numbers of other parts of the job before: what comes early or twice changes the result."""
-    _, parts, before_at, after_at = array_at(address, (4,), np.int64)
-    before, after = array_at(before_at, (parts,), np.int64), array_at(after_at, (parts,), np.int64)
-    part = claim_part(address)
-    while part < parts:
-        after[part] += 3 * before[(part + 1) % parts] + before[(part + 3) % parts] + part
-        part = claim_part(address)
-
-
-def _count(address: Any) -> None:
-    """Count who takes part, and do parts that take a millisecond or so, each of which leaves a number."""
-    _, parts, taking_part_at, out_at = array_at(address, (4,), np.int64)
-    add(taking_part_at, 1)
-    out = array_at(out_at, (parts,), np.int64)
-    part = claim_part(address)
-    while part < parts:
-        number = part
-        for _ in range(500_000):
-            number = (number * 1103515245 + 12345) % 2147483648
-        out[part] = number + 1
-        part = claim_part(address)
-
-
-def mixing() -> tuple[list[Job], np.ndarray[Any, Any]]:
-    """Jobs that depend on one another, and the numbers that they write, a row for each."""
-    numbers = np.zeros((JOBS + 1, PARTS), np.int64)
-    numbers[0] = np.arange(PARTS)
-    rows = [row.ctypes.data for row in numbers]
-    return [(_mix, PARTS, rows[at : at + 2], numbers) for at in range(JOBS)], numbers
-
-
-def expected() -> np.ndarray[Any, Any]:
-    rows = [np.arange(PARTS)]
-    for _ in range(JOBS):
-        with np.errstate(over="ignore"):
-            rows.append(3 * np.roll(rows[-1], -1) + np.roll(rows[-1], -3) + np.arange(PARTS))
-    return np.array(rows)
-
-
-def by_team(threads: int) -> np.ndarray[Any, Any]:
-    of_mixing, numbers = mixing()
-    table = np.array(table_of(of_mixing))
-    leader()(team.team_of(threads), table.ctypes.data, threads)
-    return numbers
+from lookahead.kernels.jobs import leader, run, table_of, torch_on_one_thread
+from tests.support.team_jobs import by_team, count, expected, mixing
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -89,7 +38,7 @@ def test_a_call_ends_when_all_parts_are_done_by_no_more_threads_than_asked_for(t
     for _ in range(10):
         numbers = np.zeros(1 + parts, np.int64)
         places = numbers.ctypes.data, numbers[1:].ctypes.data
-        table = np.array(table_of([(_count, parts, places, numbers)]))
+        table = np.array(table_of([(count, parts, places, numbers)]))
         leader()(team.team_of(threads), table.ctypes.data, threads)
         assert numbers.all() and 1 <= numbers[0] <= threads
 
@@ -119,7 +68,7 @@ def test_a_forked_child_has_a_team_of_its_own():
     program = """
 import os, sys
 from lookahead.kernels.team import team_of
-from tests.test_team import by_team, expected
+from tests.support.team_jobs import by_team, expected
 assert (by_team(4) == expected()).all()
 before = team_of(4)
 child = os.fork()

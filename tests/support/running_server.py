@@ -28,11 +28,11 @@ class Running:
         serving["max_new_tokens"] = options.pop("max_new_tokens", 3000)
         given = {**serving, "config": None, "loading": {"device": "cpu"}, "decoding": decoding}
         self.models = ServedModels([folder], **given)
-        listener = listen("127.0.0.1", 0)
-        self.name, self.port = self.models.names[0], listener.getsockname()[1]
+        self.listener = listen("127.0.0.1", 0)
+        self.name, self.port = self.models.names[0], self.listener.getsockname()[1]
         connections = options.pop("connections", None)
         self.server = Server(make_app(self.models, **options), self.models, connections=connections)
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]})
         self._thread.start()
         self.models.wait()
         import openai  # not at the top: it takes a second, and every worker imports this file
