@@ -2,11 +2,9 @@
 
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --stories squality_dev.jsonl --nodes 31
     python -m bench.ablation --model DIR --prompts spec_bench.jsonl --memory shared --sources "prompt,prompt+recycled"
-    python -m bench.ablation --prompts spec_bench.jsonl --nodes 16,32 --sources "prompt,sam + token recycling"
 
 Every prompt is decoded with at most `--nodes` draft nodes per step and without a cost model, so that the figures do not
-depend on the machine. `window W N G` is the lookahead branch with these sizes. `heads DIR` are trained heads. `sam +
-token recycling` (SAM decoding) is a rule of other projects; its docstring says what is scaled to `--nodes`.
+depend on the machine. `window W N G` is the lookahead branch with these sizes. `heads DIR` are trained heads.
 
 With `--memory shared` each combination remembers the previous prompts; with `request` it remembers none, and with a
 memory file the content of the file. "Before loops" counts the tokens up to the place where 16 tokens of an output
@@ -17,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, product
 from typing import Any, NamedTuple
 
@@ -27,30 +25,12 @@ from bench.command import make_engine, parser_of, publish, setting_of, use_one_t
 from bench.llm import add_prompt_options, read_prompts, sampling
 from bench.llm_figures import Prompt
 from bench.prompts import loop_start
-from bench.rules import SamRecycling
 from lookahead import Heads, LookaheadConfig
-from lookahead.drafting.proposal import Call, Proposer
 from lookahead.loading.loading import DEFAULT_MODEL, load
 from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.proposers import ProposerState
 
 SOURCES = "prompt,recycled,prompt+outputs+recycled,prompt+outputs+recycled+window 5 3 5,window 7 5 7,window 15 5 15"
-RULES: dict[str, Callable[[Call, int], Proposer]] = {
-    "sam + token recycling": lambda call, nodes: SamRecycling(call.vocab_size, nodes, call.model),
-}
-
-
-class Rule:
-    """Makes the proposer of another project's rule: one per call, or one for all calls with a shared memory."""
-
-    def __init__(self, name: str, nodes: int, memory: str) -> None:
-        self._make, self._nodes, self._memory = RULES[name], nodes, memory
-        self._shared: Proposer | None = None
-
-    def __call__(self, call: Call) -> Proposer:
-        if self._shared is None or self._memory == "request":
-            self._shared = self._make(call, self._nodes)
-        return self._shared
 
 
 class Decoded(NamedTuple):
@@ -74,12 +54,11 @@ class Decoded(NamedTuple):
 
 
 def config_of(name: str, nodes: int, memory: Any) -> LookaheadConfig:
-    """The configuration of sources joined by `+`, or of a rule in `RULES`."""
-    sources, options = name.split("+"), dict[str, Any]()
-    if name in RULES:
-        options["proposers"] = (Rule(name, nodes, memory),)
-    else:
-        options["proposers"] = [Heads(each[6:]) if each.startswith("heads ") else each for each in sources]
+    """The configuration of sources joined by `+`."""
+    sources = name.split("+")
+    options: dict[str, Any] = {
+        "proposers": [Heads(source[6:]) if source.startswith("heads ") else source for source in sources]
+    }
     for at, source in enumerate(sources):
         if source.startswith("window "):
             options["proposers"][at], options["window"] = "jacobi", tuple(map(int, source.split()[1:]))

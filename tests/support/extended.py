@@ -18,7 +18,7 @@ EXTENDED = {
     "tests/test_bench_kernel.py": ("bench/*", "kernels/*"),
     "tests/test_bench_command.py": ("lookahead/cli/*", "lookahead/decoding/*"),
     "tests/test_llm_bench.py": ("bench/*",),
-    "tests/test_peers.py": ("bench/*", "lookahead/drafting/*"),
+    "tests/test_ablation.py": ("bench/*", "lookahead/drafting/*"),
     "tests/test_tables.py": ("lookahead/cli/*",),
     # Training
     "tests/test_head_training.py": ("lookahead/plugins/heads/*",),
