@@ -33,6 +33,7 @@ _PART = 1 << 19  # bytes of the weight per part of a job
 _SHARED, _EACH = 10, 5  # numbers that a call of the kernel receives, and numbers of each weight
 HAS_DOT = bool(FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
 _SUMS = 2 * HALVES  # sums per row and output in bfloat16 with AVX2
+_IN_CACHE = 512  # rows that every part of a weight is multiplied by at a time: more leave a cache before the next part
 _AT_ONCE = 512  # approximate lines of a quantized panel that are multiplied at a time
 # Most rows of a tile, rows from which memory is prefetched, and fewest tiles then, as measured on a Zen 4: for products
 # in one step, and for 64 sums added by halves.
@@ -123,7 +124,9 @@ def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
     It is the dtype of the weight; bfloat16 or float32 if the weight is quantized.
     """
     x, out = x.contiguous(), x.new_empty((*x.shape[:-1], weight.outputs))
-    run(*product([weight], x, [bias], [out], prepared_rows([weight], x.numel() // x.shape[-1])))
+    rows, prepared = x.view(-1, x.shape[-1]), prepared_rows([weight], min(_IN_CACHE, x.numel() // x.shape[-1]))
+    parts = zip(rows.split(_IN_CACHE), out.view(-1, weight.outputs).split(_IN_CACHE), strict=True)
+    run(*(job for some, sums in parts for job in product([weight], some, [bias], [sums], prepared)))
     return out
 
 

@@ -141,6 +141,13 @@ def paired(builder: Any, first: Any, second: Any) -> Any:
     return builder.or_(builder.lshr(early, _SIXTEEN), late)
 
 
+def neighbours(builder: Any, first: Any, second: Any) -> Any:
+    """Pairs of neighbouring bfloat16 of two registers as in `pair_weights`, the earlier one in the upper half."""
+    even, odd = (ir.Constant(PAIRS, list(range(place, 2 * LANES, 2))) for place in (0, 1))
+    early, late = (builder.shuffle_vector(first, second, order) for order in (even, odd))
+    return builder.or_(early, builder.lshr(late, _SIXTEEN))
+
+
 @to_intrinsic
 def store_rows(context: Any, sums: Any, out: Any, rows: Any) -> Any:
     """Copy rows of two registers of float32 to rows of a matrix of float32, or of bfloat16 held as int16 or uint16.

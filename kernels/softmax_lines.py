@@ -14,7 +14,7 @@ from numba import types
 
 from lookahead.kernels.microkernel import LANES, PAIRS, VECTOR, WHOLE, call, emit_loop, matrices_of, spread, vector_at
 from lookahead.kernels.scalars import to_intrinsic
-from lookahead.kernels.shuffles import paired
+from lookahead.kernels.shuffles import neighbours, paired
 
 _LOWEST = -87.33654475  # the exponential of smaller numbers is 0
 _LOG2E = 1.4426950408889634
@@ -47,44 +47,50 @@ def peak_of(context: Any, line: Any, peak: Any) -> Any:
     return types.float32(line, peak), emit
 
 
-@to_intrinsic
-def weigh_line(context: Any, line: Any, pairs: Any, peak: Any) -> Any:
-    """Replace scores, as in `peak_of`, by weights in bfloat16; returns the sum of the float32 weights.
+def _weighing(pair: Callable[..., Any]) -> Any:
+    """An intrinsic: replace scores, as in `peak_of`, by weights in bfloat16; returns the sum of the float32 weights.
 
-    Every two registers of weights are also stored as in `pair_weights`, from another index on.
+    `pair` makes pairs of every two registers of weights, which are also stored, from another index on.
 
     Source of the exponential: Malossi et al. 2015, "Fast exponential computation on SIMD architectures".
     """
 
-    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-        (line, at, count), (pairs, to) = matrices_of(target, builder, signature, values[:2])
-        peaks, one = spread(builder, values[2]), WHOLE(1)
+    def weigh_line(context: Any, line: Any, pairs: Any, peak: Any) -> Any:
+        def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+            (line, at, count), (pairs, to) = matrices_of(target, builder, signature, values[:2])
+            peaks, one = spread(builder, values[2]), WHOLE(1)
 
-        def weigh(place: Any, total: Any) -> tuple[Any, Any]:
-            weight = _weight(builder, builder.fsub(builder.load(place, align=4), peaks))
-            bits = builder.bitcast(weight, PAIRS)
-            odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
-            nearest = builder.add(builder.add(bits, _words(0x7FFF)), odd)
-            nearest = builder.and_(nearest, _words(-65536))
-            builder.store(nearest, builder.bitcast(place, PAIRS.as_pointer()), align=4)
-            return nearest, builder.fadd(total, weight)
+            def weigh(place: Any, total: Any) -> tuple[Any, Any]:
+                weight = _weight(builder, builder.fsub(builder.load(place, align=4), peaks))
+                bits = builder.bitcast(weight, PAIRS)
+                odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
+                nearest = builder.add(builder.add(bits, _words(0x7FFF)), odd)
+                nearest = builder.and_(nearest, _words(-65536))
+                builder.store(nearest, builder.bitcast(place, PAIRS.as_pointer()), align=4)
+                return nearest, builder.fadd(total, weight)
 
-        def weigh_two(turn: Any, totals: list[Any]) -> list[Any]:
-            first = builder.shl(turn, one)
-            places = [_at(builder, line, at, each) for each in (first, builder.add(first, one))]
-            (first, total), (second, other) = map(weigh, places, totals)
-            builder.store(paired(builder, first, second), _at(builder, pairs, to, turn, PAIRS), align=4)
-            return [total, other]
+            def weigh_two(turn: Any, totals: list[Any]) -> list[Any]:
+                first = builder.shl(turn, one)
+                places = [_at(builder, line, at, each) for each in (first, builder.add(first, one))]
+                (first, total), (second, other) = map(weigh, places, totals)
+                builder.store(pair(builder, first, second), _at(builder, pairs, to, turn, PAIRS), align=4)
+                return [total, other]
 
-        def weigh_last(_: Any, totals: list[Any]) -> list[Any]:
-            place = _at(builder, line, at, builder.sub(count, one))
-            return [weigh(place, totals[0])[1], totals[1]]
+            def weigh_last(_: Any, totals: list[Any]) -> list[Any]:
+                place = _at(builder, line, at, builder.sub(count, one))
+                return [weigh(place, totals[0])[1], totals[1]]
 
-        totals = emit_loop(builder, builder.lshr(count, one), [_floats(0.0)] * 2, weigh_two)
-        totals = emit_loop(builder, builder.and_(count, one), totals, weigh_last)
-        return _by_halves(builder, builder.fadd(*totals), lambda builder, *some: builder.fadd(*some))
+            totals = emit_loop(builder, builder.lshr(count, one), [_floats(0.0)] * 2, weigh_two)
+            totals = emit_loop(builder, builder.and_(count, one), totals, weigh_last)
+            return _by_halves(builder, builder.fadd(*totals), lambda builder, *some: builder.fadd(*some))
 
-    return types.float32(line, pairs, peak), emit
+        return types.float32(line, pairs, peak), emit
+
+    return to_intrinsic(weigh_line)
+
+
+weigh_line = _weighing(paired)
+weigh_in_order = _weighing(neighbours)
 
 
 def _weight(builder: Any, shifted: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of
 from lookahead.kernels.scalars import exp_of_negative, fma, jit_part
 from lookahead.kernels.shuffles import pair_weights
-from lookahead.kernels.softmax_lines import peak_of, weigh_line
+from lookahead.kernels.softmax_lines import peak_of, weigh_in_order, weigh_line
 from lookahead.utils.jit import njit
 
 BLOCK = 512  # keys whose weights are computed before their values are added
@@ -39,9 +39,12 @@ _sums_of_two: Any = tile_of(2, "sums", rows=SIZES)
 
 
 @jit_part
-def weigh_more(scores, size, row, begin, is_half, peaks, totals, sums):
-    """Turn the scores of a query into weights, and scale its earlier sums down accordingly."""
-    peak, total = _weigh(scores, size, peaks[row], is_half)
+def weigh_more(scores, size, row, begin, is_half, peaks, totals, sums, in_order=False):
+    """Turn the scores of a query into weights, and scale its earlier sums down accordingly.
+
+    `in_order` pairs neighbouring weights, not every fourth with the second next.
+    """
+    peak, total = _weigh(scores, size, peaks[row], is_half, in_order)
     if peak == peaks[row]:
         totals[row] += total
         return
@@ -53,13 +56,13 @@ def weigh_more(scores, size, row, begin, is_half, peaks, totals, sums):
 
 
 @jit_part
-def _weigh(scores, size, peak, is_half):
+def _weigh(scores, size, peak, is_half, in_order):
     """Replace scores by weights; returns the maximum of scores and `peak`, and the sum of the weights."""
     registers = size // LANES
     peak = peak_of((scores, 0, registers), peak)
     for i in range(registers * LANES, size):
         peak = max(peak, scores[i])
-    return peak, _weigh_halves(scores, size, peak) if is_half else _weigh_floats(scores, size, peak)
+    return peak, _weigh_halves(scores, size, peak, in_order) if is_half else _weigh_floats(scores, size, peak)
 
 
 @njit(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
@@ -73,17 +76,20 @@ def _weigh_floats(scores, size, peak):
 
 
 @jit_part
-def _weigh_halves(scores, size, peak):
+def _weigh_halves(scores, size, peak, in_order):
     """Weights are rounded to bfloat16 after summation, and also stored as pairs from index `BLOCK` on."""
     registers, bits = size // LANES, scores.view(np.int32)
-    total = weigh_line((scores, 0, registers), (bits, BLOCK), peak)
+    if in_order:
+        total = weigh_in_order((scores, 0, registers), (bits, BLOCK), peak)
+    else:
+        total = weigh_line((scores, 0, registers), (bits, BLOCK), peak)
     for i in range(registers * LANES, size):
         weight = _F(math.exp(scores[i] - peak))
         total += weight
         scores[i] = weight
         bits[i] = (bits[i] + np.int32(0x7FFF) + ((bits[i] >> np.int32(16)) & np.int32(1))) & np.int32(-65536)
     last = size // COLUMNS * COLUMNS
-    if last < size:
+    if last < size and not in_order:
         pair_weights((bits, last), (bits, BLOCK + last // 2))
     return total
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from lookahead.backend.cpu.exact_attention import attend_per_node
+from lookahead.backend.cpu.exact_attention import attend_per_node, attend_prompts
 from lookahead.backend.tree_pass import AttentionSpan, PackedPrompts, TreePass
 from lookahead.kernels import dispatch
 from lookahead.model.attention import real_config
 from lookahead.model.facts import attention_name, is_sdpa, own_attention
 
+EVERYTHING = AttentionSpan()
+"""The span of a query that sees all earlier tokens."""
 Spans = dict[int, AttentionSpan]
 """The attention spans of the layers by module id, filled on first use within `serving`."""
 
@@ -73,8 +75,7 @@ def attend(
         # Checked over all layers: the last layers of some models share the cache of another layer with the same window.
         crops = window in (tree_pass.windows or ())
         own = own_attention(module, real_config(module.config))
-        options = {name: option for name, option in options.items() if option is not None}
-        options = {"window": window, "crops": crops, "own": own, "options": options}
+        options = {"window": window, "crops": crops, "own": own, "options": _but_none(options)}
         return attend_per_node(module, query, key, value, tree_pass.per_node, **options)
     if position_bias is not None:
         return dispatch.masked_attention(query, key, value, tree_pass.biased_mask(position_bias), scaling)
@@ -83,7 +84,7 @@ def attend(
         if kernel is not None:
             return kernel(query, key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux)
     reached = _within(span, slots)
-    is_plain = softcap is None and s_aux is None and reached == AttentionSpan()
+    is_plain = softcap is None and s_aux is None and reached == EVERYTHING
     if is_plain and tree_pass.is_causal:
         if tree_pass.is_from_empty or dispatch.takes_flash(query, key, value):
             return _causal(tree_pass, query, key, value, scaling)
@@ -102,20 +103,50 @@ def _attend_apart(
     options: dict[str, Any],
 ) -> Tensor:
     """Attention of packed prompts: one call of the model's own function for each, with transformers' mask for it."""
-    own, outs = own_attention(module, real_config(module.config)), list[Tensor]()
-    options = {name: option for name, option in options.items() if option is not None}
+    outs = list[Tensor]()
     for row, (queries, start) in enumerate(zip(query.split(packed.sizes, 2), packed.starts, strict=True)):
         end = start + queries.shape[2]
-        mask = _mask_alone(queries, start, _within(span, end), by_sdpa=is_sdpa(own))
         keys, values = (each[row : row + 1, :, :end] for each in (key, value))
-        outs.append(own(module, queries, keys, values, mask, **options)[0])
+        outs.append(attend_alone(module, queries, keys, values, span=span, **options))
     return torch.cat(outs, 1)
+
+
+def attend_alone(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    span: AttentionSpan = EVERYTHING,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention of the last tokens of texts of one length, with the bits of the model's own passes over each alone.
+
+    Args:
+        module: The attention layer.
+        query: `[rows, heads, width, dim]`.
+        key: `[rows, kv_heads, slots, dim]`, of the whole texts.
+        value: `[rows, kv_heads, slots, value_dim]`.
+        span: The layer's window or chunk.
+        **kwargs: Other arguments of the layer, such as `scaling`.
+
+    Returns:
+        `[rows, width, heads, value_dim]`.
+    """
+    own, options = own_attention(module, real_config(module.config)), _but_none(kwargs)
+    slots, start = key.shape[2], key.shape[2] - query.shape[2]
+    span = _within(span, slots)
+    attended = attend_prompts(module, query, key, value, own, options) if span == EVERYTHING else None
+    if attended is None:
+        mask = _mask_alone(query, start, span, by_sdpa=is_sdpa(own))
+        attended = own(module, query, key, value, mask, **options)[0]
+    return attended
 
 
 def _mask_alone(query: Tensor, start: int, span: AttentionSpan, *, by_sdpa: bool) -> Tensor | None:
     """The mask that transformers makes for the tokens of a single prompt from `start` on; None if it makes none."""
     width = query.shape[2]
-    if span == AttentionSpan() and ((by_sdpa and not start) or width == 1):
+    if span == EVERYTHING and ((by_sdpa and not start) or width == 1):
         return None
     own = torch.arange(start, start + width, device=query.device)[:, None]
     at = torch.arange(start + width, device=query.device)
@@ -142,6 +173,10 @@ def _causal(tree_pass: TreePass, query: Tensor, key: Tensor, value: Tensor, scal
         last = causal_lower_right(query.shape[2], key.shape[2])
         out = scaled_dot_product_attention(query, key, value, attn_mask=last, **options)
     return out.transpose(1, 2).contiguous()
+
+
+def _but_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: option for name, option in options.items() if option is not None}
 
 
 def _is_of(tensor: Tensor, other: Tensor) -> bool:
@@ -187,8 +222,8 @@ def _by_torch(
 ) -> Tensor:
     """Torch's attention, masking only the slots that not every node sees if possible."""
     mask = None
-    if span != AttentionSpan() or not tree_pass.sees_all:
-        start, is_plain = 0, softcap is None and sinks is None and span == AttentionSpan()
+    if span != EVERYTHING or not tree_pass.sees_all:
+        start, is_plain = 0, softcap is None and sinks is None and span == EVERYTHING
         if is_plain and not torch.compiler.is_compiling():  # compiling would make the length a constant
             start = dispatch.unmasked(query, key, value, tree_pass.prefix)
         mask = tree_pass.mask(query.shape[1] // key.shape[1], span, query.dtype, query.device, start)

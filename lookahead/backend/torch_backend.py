@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lookahead.backend.pass_attention import Spans, attend
+from lookahead.backend.pass_attention import Spans, attend, attend_alone
 from lookahead.backend.prompt_groups import PromptGroup, copy_beginning, groups_of
 from lookahead.backend.protocol import BackendReport, BitPolicy, OnPrefill, PathReport, Shape
 from lookahead.backend.tree_pass import AttentionSpan, PackedPrompts, TreePass
@@ -339,6 +339,10 @@ class TorchBackend:
             paths.append(PathReport("kernels for trees", False, dispatch.unserved_device(self._device)))
         return paths
 
+    def _reads_by_kernel(self) -> bool:
+        """Whether a kernel may replace the attention of prompts that the model would read by itself."""
+        return False
+
     def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
         """One pass of the model; returns the logits of all columns, or only of `tree_pass.keep`."""
         inputs, is_plain, keeps = self._inputs, self.cache.slots.is_plain, len(tree_pass.keep) > 0
@@ -348,7 +352,9 @@ class TorchBackend:
             keep = tree_pass.keep if self._device.type == "cpu" else tree_pass.keep.tolist()
             options["logits_to_keep"] = 1 if is_plain else keep
         scope: AbstractContextManager[None] = nullcontext()
-        if self._takes_masks and not is_plain:
+        if is_plain and tree_pass.is_prefill and self._scope is not None and self._reads_by_kernel():
+            scope = self._scope.running(attend_alone)
+        elif self._takes_masks and not is_plain:
             if self._scope is not None:
                 scope = self._scope.running(partial(attend, tree_pass, self._spans))
             else:

@@ -22,6 +22,7 @@ from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import PackedPrompts, TreePass
 from lookahead.drafting.tree import TokenTree
+from lookahead.kernels import prompt_attention
 from lookahead.loading.quantized import kinds_in_words
 from lookahead.model.facts import decoder_vocabulary
 from lookahead.model.level_calls import MixTrees
@@ -147,6 +148,11 @@ class CpuBackend(TorchBackend):
         takes_rows = self._takes_rows and is_one and (is_exact or not self._inputs.has_cross)
         windows = self._windows if is_exact or takes_rows else None
         return windows, not takes_rows and (is_one or not is_exact)
+
+    def _reads_by_kernel(self) -> bool:
+        is_served = self._takes_rows and thread.running is not None and not (self._why_apart or self._runs_own_code)
+        is_long = self.cache.slots.width >= prompt_attention.FEWEST
+        return is_served and is_long and not (self._inputs.has_cross or any(self._windows))
 
     def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
         if self._rows > 1 and policy is BitPolicy.ROUNDED:

@@ -1,14 +1,14 @@
-"""Tree attention with the bits of token-by-token decoding, for half precision on a CPU.
+"""Attention with the bits of the model's own, for half precision on a CPU: of trees, and of prompts.
 
 In bf16 and fp16 a linear layer gives a row the same bits whatever the other rows are, up to `MAX_ROWS` rows. Attention
 does not: its bits depend on the number and the slots of the keys. So every node attends alone, over its own path, in
-the call that the model would make for one token.
+the call that the model would make for one token. Prompts attend as the model would read them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
 from lookahead.drafting.tree import TokenTree
-from lookahead.kernels import row_attention
+from lookahead.kernels import prompt_attention, row_attention
 from lookahead.kernels.microkernel import LANES
 from lookahead.model.facts import Attention, attention_name, is_sdpa, sdpa
 from lookahead.model.known_code import arithmetic_flags
@@ -32,6 +32,8 @@ MAX_ROWS = 32  # rows of a product; up to this number half precision was seen to
 # faster than masked attention in separate calls, if bits do not matter. With 16 lanes it always is.
 MAX_KERNEL_PRODUCTS = sys.maxsize if LANES == 16 else 12 << 20
 _LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # numbers of keys for which attention is compared with SDPA
+_BY_OWN = {"cache", "position_bias", "softcap"}  # options that only the model's own function serves
+_PROMPTS = (200, 770, 1279)  # likewise, of prompts
 
 
 class PerNodeAttention:
@@ -98,6 +100,27 @@ def has_bits_of_sdpa(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool
 
 @lru_cache(maxsize=64)
 @torch.inference_mode()
+def has_bits_of_prompts(dim: int, flags: tuple[Any, ...] = ()) -> bool:
+    """Whether `kernels.prompt_attention` has the bits of SDPA for prompts in bfloat16 on this CPU.
+
+    Prompts are compared whole, and behind their first tokens, as transformers passes it with a mask.
+    """
+    for query, keys, values in _cancelling(torch.bfloat16, 2, 2, dim, _PROMPTS):
+        length = query.shape[2]
+        seen = torch.ones(length, length, dtype=torch.bool, device="cpu").tril()
+        for start in (0, length % 200):
+            some, mask = query[:, :, start:], seen[start:] if start else None
+            expected = scaled_dot_product_attention(some, keys, values, attn_mask=mask, is_causal=mask is None)
+            q, k, v = (each[0].transpose(0, 1) for each in (some, keys, values))
+            if not prompt_attention.is_supported(q, k, v):
+                return False
+            if not torch.equal(prompt_attention.prompt_attention(q, k, v, dim**-0.5), expected[0].transpose(0, 1)):
+                return False
+    return True
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode()
 def has_bits_behind_windows(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool:
     """Whether SDPA has the bits of single queries if a mask hides nothing, as transformers passes it behind a window.
 
@@ -117,16 +140,19 @@ def has_bits_behind_windows(dim: int, groups: int, flags: tuple[Any, ...] = ()) 
     return True
 
 
-def _cancelling(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _cancelling(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, prompts: Sequence[int] = ()
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Single queries `[1, heads, 1, dim]`, keys and values `[1, kv_heads, length, dim]` for every length.
 
-    The scores, or the values, nearly cancel, which reveals any other order of sums.
+    The scores, or the values, nearly cancel, which reveals any other order of sums. `prompts` are lengths of prompts,
+    of which every token has a query.
     """
     source = torch.Generator().manual_seed(0)
-    for length in _LENGTHS:
+    for length in prompts or _LENGTHS:
         query, key, value = (
             torch.randn(1, count, rows, dim, generator=source, dtype=torch.float32, device="cpu")
-            for count, rows in ((heads, 1), (kv_heads, length), (kv_heads, length))
+            for count, rows in ((heads, length if prompts else 1), (kv_heads, length), (kv_heads, length))
         )
         half = dim // 2
         # The remaining scores are near 1.
@@ -185,6 +211,32 @@ def has_bits(own: Attention, heads: int, kv_heads: int, dim: int) -> bool:
     """Whether `kernels.row_attention` has the bits of a model's attention function for these heads of size `dim`."""
     # For a single head torch would split the sums of a product among its threads.
     return is_sdpa(own) and heads > 1 and has_bits_of_sdpa(dim, heads // kv_heads, arithmetic_flags())
+
+
+def attend_prompts(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, own: Attention, options: Mapping[str, Any]
+) -> Tensor | None:
+    """Attention of the last tokens of texts to all tokens before them, with the bits of the model's own function.
+
+    Args:
+        module: The attention layer.
+        query: `[rows, heads, width, dim]`.
+        key: `[rows, kv_heads, slots, dim]`.
+        value: `[rows, kv_heads, slots, value_dim]`.
+        own: The model's attention function.
+        options: Options that the model passes to it, such as `scaling`.
+
+    Returns:
+        `[rows, width, heads, value_dim]`; None if no kernel serves.
+    """
+    dim, is_causal = query.shape[3], options.get("is_causal", getattr(module, "is_causal", True))
+    if not (is_sdpa(own) and is_causal and query.shape[1] > 1) or options.get("dropout") or _BY_OWN & set(options):
+        return None
+    texts = list(zip(*(each.transpose(1, 2) for each in (query, key, value)), strict=True))
+    if not (prompt_attention.is_supported(*texts[0]) and has_bits_of_prompts(dim, arithmetic_flags())):
+        return None
+    scale = options.get("scaling", dim**-0.5)
+    return torch.stack([prompt_attention.prompt_attention(q, k, v, scale) for q, k, v in texts])
 
 
 def attend_per_node(
