@@ -189,23 +189,39 @@ def test_prompts_decoded_together_are_read_together(dtype, packed, tiny_tokenize
     assert bits == {"bitwise" if dtype == torch.bfloat16 else "tokens"}
 
 
-def test_short_prompts_of_a_server_that_wait_together_are_read_together(packed, tiny_tokenizer):
+def test_short_prompts_of_a_server_are_read_in_small_passes_the_shorter_ones_first(packed, tiny_tokenizer):
     model = build(FAMILIES["Llama"])
     reader = PromptReader(model, tiny_tokenizer, None, max_new_tokens=30, do_sample=False)
     scheduler = Scheduler(reader, rows=8, is_mixed=True)
-    prompts = [prompt.tolist() for prompt in prompts_of((20, 50, 40, 64, 60, 50, 65), seed=3)]
+    prompts = [prompt.tolist() for prompt in prompts_of((20, 50, 40, 64, 60, 50, 129), seed=3)]
     with closing(scheduler):
         scheduler.put(0, prompts[0])
         scheduler.step()
         for index, prompt in enumerate(prompts[1:6], 1):
             scheduler.put(index, prompt)
-        assert len(next(scheduler.steps())) == 4
-        assert packed == [[50, 40, 64, 60]]  # 264 tokens would be too many between two steps
+        steps = scheduler.steps()
+        # Each pass has the oldest one; all begin before the row that runs goes on.
+        assert [sorted(request.index for request in next(steps)) for _ in range(3)] == [[1, 2], [3, 5], [4]]
+        assert packed == [[50, 40], [64, 50]]
+        assert len(next(steps)) == 6
         scheduler.put(6, prompts[6])
         done = list[Completion]()
         while not scheduler.is_idle:
             done += scheduler.step()
-    assert packed == [[50, 40, 64, 60]]  # a thread reads 65 tokens
+    assert packed == [[50, 40], [64, 50]]  # a thread reads 129 tokens
     for one in done:
         alone = lookahead.generate(model, tiny_tokenizer, prompts[one.index], max_new_tokens=30, do_sample=False)
         assert one.token_ids == alone.token_ids[0]
+
+
+def test_running_outputs_of_a_server_go_on_between_waiting_prompts(packed, tiny_tokenizer):
+    model = build(FAMILIES["Llama"])
+    reader = PromptReader(model, tiny_tokenizer, None, max_new_tokens=30, do_sample=False)
+    with closing(Scheduler(reader, rows=8, is_mixed=True)) as scheduler:
+        scheduler.put(0, [5, 6, 7])
+        scheduler.step()
+        for index, prompt in enumerate(prompts_of([100] * 5, seed=4), 1):
+            scheduler.put(index, prompt.tolist())
+        steps = scheduler.steps()
+        turns = [sorted(request.index for request in next(steps)) for _ in range(4)]
+        assert turns == [[1], [2], [3], [0, 1, 2, 3]]  # at most 256 tokens, and the last prompt whole

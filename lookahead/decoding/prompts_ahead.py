@@ -21,7 +21,8 @@ from lookahead.model.model_state import recognise
 from lookahead.utils.task_thread import TaskThread
 
 _SHORT = 64  # maximum tokens of a prompt that is read between two steps
-_TOGETHER = 256  # maximum tokens of several such prompts
+_PASS = 128  # maximum tokens of a pass over such prompts, which all wait for its end; and of one beside a thread
+BETWEEN_STEPS = 256  # tokens of prompts that are read between two steps
 _QUICK = 512  # maximum tokens of a prompt that is not read behind longer ones
 _MOST = 2  # prompts being read by a thread, so that it does not wait for a step
 _LOOKED_AT = 16  # waiting requests that may pass others
@@ -70,12 +71,12 @@ class PromptsAhead:
         return list(islice(waiting, _LOOKED_AT if self._is_beside else 1))
 
     def is_short(self, request: Request, unread: int = 0) -> bool:
-        """Whether a prompt is read between two steps with `unread` tokens of others.
+        """Whether a prompt is read between two steps, in one pass with `unread` tokens of others.
 
         Prompts that cannot be read apart are always read there.
         """
         own = self.unread(request)
-        return not self.reads_apart or (own <= _SHORT and unread + own <= _TOGETHER)
+        return not self.reads_apart or (own <= (_PASS if self._is_beside else _SHORT) and unread + own <= _PASS)
 
     def unread(self, request: Request) -> int:
         """Tokens of a prompt that no kept text has."""

@@ -15,7 +15,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.decoding.assembly import Common, assemble
 from lookahead.decoding.cache_room import fits, make_room
 from lookahead.decoding.prompts import PromptReader
-from lookahead.decoding.prompts_ahead import PromptsAhead
+from lookahead.decoding.prompts_ahead import BETWEEN_STEPS, PromptsAhead
 from lookahead.decoding.request import Request
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row, StepOutput
@@ -89,11 +89,12 @@ class SharedRows:
 
         Yields the requests that emitted tokens or ended in a step. Between blocks the model is restored.
         """
-        is_ended = False
+        is_ended, read_tokens = False, 0
         while admitted := self._admit(waiting):
             yield admitted
             is_ended = any(request.is_over for request in admitted)
-            if is_ended or self._is_mixed:  # the outputs of a server go on between two prompts
+            read_tokens += sum(request.row.tokens - request.stats.reused_tokens for request in admitted)
+            if is_ended or (self._is_mixed and read_tokens >= BETWEEN_STEPS):  # the outputs of a server go on
                 break
         engine, ahead = self.engine, self._ahead
         if engine is None or not self.running or is_ended:
@@ -172,7 +173,10 @@ class SharedRows:
     def _add_short(self, waiting: deque[Request], ahead: PromptsAhead) -> list[Request]:
         """Admit waiting requests if all but a few of their tokens are known from earlier texts."""
         joining, prefixes, unread = list[Request](), list[Prefix](), 0
-        for request in self._candidates(waiting, ahead):
+        candidates = self._candidates(waiting, ahead)
+        # The shortest next: a pass takes as long as it has tokens. The first one is not passed for ever.
+        candidates[1:] = sorted(candidates[1:], key=lambda other: (other.turn, ahead.unread(other)))
+        for request in candidates:
             if not ahead.is_short(request, unread) or not self._has_room_for(request):
                 continue
             prefixes.append(ahead.prefix(request))
