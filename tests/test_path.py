@@ -17,31 +17,34 @@ from tests.support.products import kept_choice
 ROOT = Path(__file__).resolve().parent.parent
 # A process of its own: other tests teach the library what their models cost.
 COUNT = """
-import json, sys, torch
+import json, torch
 from tests.support.path import trace_paths
 torch.set_num_threads(1)
-traces = trace_paths(getattr(torch, sys.argv[1]))
-names = ("functions", "files", "climbs")
-counts = [{name: len(getattr(trace, name)) for name in names} for trace in traces]
-print(json.dumps([{**n, "calls": trace.calls, "path": str(trace)} for n, trace in zip(counts, traces)]))
+
+def counts(trace):
+    sizes = {name: len(getattr(trace, name)) for name in ("functions", "files", "climbs")}
+    return {**sizes, "calls": trace.calls, "path": str(trace)}
+
+dtypes = "float32", "bfloat16"
+print(json.dumps({dtype: [*map(counts, trace_paths(getattr(torch, dtype)))] for dtype in dtypes}))
 """
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
 
 
 @cache
-def _counts(dtype: str) -> list[dict[str, Any]]:
-    """What was counted of the way to the first token, and of a step."""
-    command = [sys.executable, "-c", COUNT, dtype]
+def _counts() -> dict[str, list[dict[str, Any]]]:
+    """What was counted of the way to the first token, and of a step, by dtype."""
+    command = [sys.executable, "-c", COUNT]
     with TemporaryDirectory() as folder, kept_choice(Path(folder), "packed"):  # whatever is faster on this machine
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    counts: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
+    counts: dict[str, list[dict[str, Any]]] = json.loads(run.stdout.splitlines()[-1])
     return counts
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_way_to_the_first_token_is_short(dtype: str) -> None:
-    way, _ = _counts(dtype)
+    way, _ = _counts()[dtype]
     assert way["functions"] <= 189, f"\n{way['path']}"
     assert way["files"] <= 49, f"\n{way['path']}"
     assert way["calls"] <= 2000, f"\n{way['path']}"
@@ -50,6 +53,6 @@ def test_the_way_to_the_first_token_is_short(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_is_short(dtype: str) -> None:
-    _, step = _counts(dtype)
+    _, step = _counts()[dtype]
     assert step["functions"] <= 57, f"\n{step['path']}"
     assert step["climbs"] <= 2, f"\n{step['path']}"
