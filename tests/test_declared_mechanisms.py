@@ -1,4 +1,4 @@
-"""A declared family for each mechanism; `test_declared_families.py` has all families, and runs where its rooms change."""
+"""A declared family for each mechanism; `test_declared_families.py` has all families, for changes of their rooms."""
 
 from __future__ import annotations
 
