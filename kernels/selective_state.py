@@ -62,11 +62,6 @@ class Inputs(NamedTuple):
         """Those of some nodes."""
         return Inputs(*(tensor[nodes] for tensor in self))
 
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """The addresses of the tensors, which a job keeps alive."""
-        return tuple(tensor.data_ptr() for tensor in self)
-
     def sizes(self, state: Tensor) -> tuple[int, ...]:
         """Heads, groups, and the sizes of a state and of a head, for a state as in `selective_state`."""
         heads, state_size, size = state.shape

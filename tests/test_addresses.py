@@ -6,7 +6,9 @@ import ast
 import copy
 import gc
 import pickle
+import re
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -197,17 +199,20 @@ def test_a_copied_pool_is_the_pool_and_a_pickled_one_opens_its_file_again(
         pickle.loads(data)
 
 
-def classes_with_addresses() -> dict[str, ast.ClassDef]:
-    """Every class of the package whose source takes an address, by module and name."""
-    marks = ".ctypes.data", ".data_ptr()", "addresses_of(", "buffer_info()", "table_of("
-    found = {}
+@cache
+def classes_with_addresses() -> list[str]:
+    """Every class of the package whose source takes an address, as module and name."""
+    mark = re.compile(r"\.ctypes\.data|\.data_ptr\(\)|addresses_of\(|buffer_info\(\)|table_of\(")
+    classes = []
     for folder in ("lookahead", "ngram", "kernels"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef) and any(mark in ast.unparse(node) for mark in marks):
+            text = path.read_text(encoding="utf-8")
+            places = [text.count("\n", 0, match.start()) + 1 for match in mark.finditer(text)]
+            for node in ast.walk(ast.parse(text)) if places else ():
+                if isinstance(node, ast.ClassDef) and any(node.lineno <= at <= (node.end_lineno or 0) for at in places):
                     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-                    found[f"lookahead.{module.removeprefix('lookahead.')}:{node.name}"] = node
-    return found
+                    classes.append(f"lookahead.{module.removeprefix('lookahead.')}:{node.name}")
+    return classes
 
 
 @pytest.mark.parametrize("place", classes_with_addresses())
