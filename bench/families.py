@@ -64,6 +64,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Olmoe": ("Olmoe", {**MIXTURE, "num_experts": 32, "intermediate_size": 512, "num_key_value_heads": 16}),
     "Mixtral": ("Mixtral", {**MIXTURE, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1536}),
     "GptOss": ("GptOss", {**MIXTURE, "num_local_experts": 16, "intermediate_size": 512, "sliding_window": 512}),
+    "DeepseekV3": (
+        "DeepseekV3",
+        {
+            **MIXTURE, "num_local_experts": 32, "moe_intermediate_size": 512, "n_shared_experts": 1, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 512, "kv_lora_rank": 256,
+            "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "num_key_value_heads": 16,
+            "head_dim": 32,
+        },
+    ),
+    "Glm4Moe": (
+        "Glm4Moe",
+        {
+            **MIXTURE, "num_local_experts": 32, "moe_intermediate_size": 512, "n_shared_experts": 1, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True,
+        },
+    ),
     "Lfm2": ("Lfm2", {**DENSE, "head_dim": None}),
     "Qwen3_5": ("Qwen3_5Text", {**DENSE, "head_dim": 128}),
     "GraniteMoeHybrid": (

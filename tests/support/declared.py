@@ -24,6 +24,14 @@ DELTA = {
     "linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "shared_expert_intermediate_size": 256,
 }  # fmt: skip
+GROUPS = {
+    "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 128, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+}  # fmt: skip
+LATENT = {
+    **GROUPS, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64,
+    "num_key_value_heads": 8,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma": {},
     "Gemma2": {**WINDOWS, "query_pre_attn_scalar": 32},
@@ -61,6 +69,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4": {},
     "Ernie4_5": {},
     "Helium": {"num_attention_heads": 4},
+    "DeepseekV2": {**LATENT, "num_experts": 8, "topk_method": "group_limited_greedy", "head_dim": 32},
+    "DeepseekV3": {**LATENT, "num_local_experts": 8, "head_dim": 32},
+    "Glm4MoeLite": {**LATENT, "num_local_experts": 8, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "Glm4Moe": {**GROUPS, "num_local_experts": 8, "use_qk_norm": True},
+    "Dots1": {**GROUPS, "num_local_experts": 8},
     "Qwen2Moe": {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 256, "decoder_sparse_step": 1,
@@ -87,6 +100,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GptOss": {**WINDOWS, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 128},
 }  # fmt: skip
 MIXTURES = (
+    "DeepseekV2",
+    "Glm4Moe",
     "Qwen2Moe",
     "Qwen3Moe",
     "Qwen3Next",
@@ -97,6 +112,9 @@ MIXTURES = (
     "Mixtral",
     "GptOss",
 )
+
+CALLED = "DeepseekV2", "DeepseekV3", "Glm4MoeLite"  # their attention runs its own code
+EAGER = "Gemma2", "GptOss"  # soft caps and sinks are in eager attention, whose bits the kernel does not have
 
 has_kernels = pytest.mark.skipif(
     not (attends(HALF) and all(packed_product.is_supported(torch.zeros(2, 64, dtype=kind)) for kind in (HALF, SINGLE))),

@@ -37,7 +37,15 @@ from lookahead.model.attention import registered_attention
 from lookahead.model.call_caches import CACHE
 from lookahead.model.facts import attention_name, is_offloaded
 from lookahead.model.families import FAMILIES, family_of
-from lookahead.model.families.operations import Experts, Family, Norm, Recurrence, SelfAttention, UndeclaredError
+from lookahead.model.families.operations import (
+    Called,
+    Experts,
+    Family,
+    Norm,
+    Recurrence,
+    SelfAttention,
+    UndeclaredError,
+)
 from lookahead.model.known_code import (
     code_of,
     global_hooks,
@@ -158,7 +166,8 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
     residuals = family.layer(module)
     layer = DeclaredLayer(module, family, residuals, vars(sys.modules[family.file])["eager_attention_forward"])
     names = {id(part): name or "itself" for name, part in module.named_modules()}
-    known = {id(part) for part in (*layer.parts, *layer.linears, *layer.gates)}
+    called = () if layer.called is None else layer.called.module.modules()
+    known = {id(part) for part in (*layer.parts, *layer.linears, *layer.gates, *called)}
     faults = [names[id(part)] for part in module.modules() if id(part) not in known and not _is_passive(part)]
     if faults:
         raise UndeclaredError(f"{faults[0]} is not declared")
@@ -167,8 +176,8 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
         own = {id(tensor) for tensor in layer.attention.options.values() if isinstance(tensor, Tensor)}
     if mixture := layer.experts:
         own |= set(map(id, mixture.tensors))
-    called = () if layer.recurrence is None else layer.recurrence.parts  # as a module, or checked by `tree_mixers`
-    for part in (part for part in layer.parts if part not in called):
+    mixing = () if layer.recurrence is None else layer.recurrence.parts  # as a module, or checked by `tree_mixers`
+    for part in (part for part in layer.parts if part not in mixing):
         of_file = type(part).__module__ == family.file or type(part) in ACTIVATIONS or type(part) is nn.LayerNorm
         is_norm = any(part is norm.module for norm in layer.norms)
         more = [tensor for tensor in part._parameters.values() if tensor is not None and id(tensor) not in own]
@@ -241,9 +250,16 @@ class _CalledAttention:
     """Attention by the registered function, over the keys and values of a cache."""
 
     def __init__(
-        self, layer: DeclaredLayer, cache: Any, mask: Tensor | None, shared: Any, options: dict[str, Any]
+        self,
+        layer: DeclaredLayer,
+        cache: Any,
+        mask: Tensor | None,
+        positions: Any,
+        shared: Any,
+        options: dict[str, Any],
     ) -> None:
-        self._layer, self._cache, self._mask, self._shared, self._options = layer, cache, mask, shared, options
+        self._layer, self._cache, self._mask, self._positions = layer, cache, mask, positions
+        self._shared, self._options = shared, options
 
     def outputs(self, part: SelfAttention, jobs: LayerJobs) -> tuple[Tensor, Tensor]:
         width = part.heads[1] * part.dim
@@ -269,8 +285,15 @@ class _CalledAttention:
         attended: Tensor = by_model(module, query, *pair, self._mask, **part.options, **self._options)[0]
         return attended.contiguous().view(rows, tokens, size)
 
-    def recur(self, part: Recurrence, jobs: LayerJobs, x: Tensor) -> Tensor:
+    def call(self, part: Recurrence | Called, jobs: LayerJobs, x: Tensor) -> Tensor:
         jobs.run()
+        if isinstance(part, Called):
+            name = self._layer.family.cache or CACHE
+            own: Tensor = part.module(
+                x, attention_mask=self._mask, position_embeddings=self._positions, **{name: self._cache},
+                **self._options,
+            )[0]  # fmt: skip
+            return own.contiguous()
         options = {name: value for name, value in self._options.items() if name not in _OF_ATTENTION}
         made: Tensor = part.module(x, **{part.cache: self._cache}, attention_mask=self._mask, **options)
         return made
@@ -295,7 +318,7 @@ def _fused(
         positions = {rope.kind: (cos, sin)}
     by_linear = dict(zip(map(id, linears), weights, strict=True)) if weights else {}
     prepared = prepared_rows(weights, rows * tokens) if weights else None
-    attend = _CalledAttention(layer, cache, attention_mask, shared_kv_states, kwargs)
+    attend = _CalledAttention(layer, cache, attention_mask, position_embeddings, shared_kv_states, kwargs)
     jobs = LayerJobs(
         lambda name, size: hidden.new_empty(rows, tokens, size),
         by_linear,

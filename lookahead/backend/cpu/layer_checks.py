@@ -49,6 +49,7 @@ def is_right(layer: DeclaredLayer, code: int, fused: Fused) -> bool:
             for weight in (parameters["weight"],)
         ),
         *map(type, layer.activations),
+        layer.called and (type(layer.called.module), layer.called.angles),
         *_kind_of(layer.experts),
     )  # fmt: skip
     if kind not in _probed:
@@ -81,26 +82,28 @@ def _random(source: torch.Generator, *shape: int) -> Tensor:
 
 def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
     """Compare a layer, its norms and its rotation with their fused forms on two rows of three tokens."""
-    rope = layer.rope
-    dim = 2 if layer.attention is None else layer.attention.dim
+    rope, called = layer.rope, layer.called
+    dim = called.angles if called else 2 if layer.attention is None else layer.attention.dim
     dtype, source = layer.norms[0].weight.dtype, torch.Generator().manual_seed(0)
-    size = layer.residuals[0].mixer.products[0].module.in_features
+    size = len(layer.norms[0].weight) if called else layer.residuals[0].mixer.products[0].module.in_features
     x = _random(source, 2, 3, size).to(dtype)
     angles = _random(source, 2, 3, dim if rope is None else rope.angles)
     query, key = (_random(source, 2, 3, heads, dim).to(dtype) for heads in (2, 1))
     of_angles = torch.float32 if rope is not None and rope.is_wide else dtype
     places = angles.cos().to(of_angles), angles.sin().to(of_angles)
-    rotate = vars(sys.modules[layer.family.file])["apply_rotary_pos_emb"]
     try:
         pairs = _mixed(layer, source) if layer.experts else []
         # By its own code a mixture has other bits for several rows than for one.
         first = (slice(1), slice(1)) if layer.experts else (slice(2), slice(3))
         some, cos, sin = (tensor[first].contiguous() for tensor in (x, *places))
         more = _more_inputs(layer, source, some)
-        positions = None if _needs_no_positions(layer) else (cos, sin)
+        positions: Any = None if _needs_no_positions(layer) else (cos, sin)
+        if called and called.is_complex:
+            positions = torch.complex(cos.float(), sin.float())
         own = type(layer.module).forward(layer.module, some, position_embeddings=positions, **more())
-        pairs.append((own, fused(layer, some, (cos, sin), **more())))
+        pairs.append((own, fused(layer, some, positions, **more())))
         if rope is not None:
+            rotate = vars(sys.modules[layer.family.file])["apply_rotary_pos_emb"]
             is_single = "x" in signature(rotate).parameters  # it rotates queries, and then keys
             rotated = (
                 [rotate(heads, *places, unsqueeze_dim=2) for heads in (query, key)]

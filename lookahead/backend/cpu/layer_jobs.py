@@ -17,6 +17,7 @@ from lookahead.kernels import experts, layer_ops
 from lookahead.kernels.jobs import Job, run
 from lookahead.kernels.packed_product import COLUMNS, PackedWeight, product
 from lookahead.model.families.operations import (
+    Called,
     ClampedGlu,
     Experts,
     Family,
@@ -49,6 +50,7 @@ class DeclaredLayer:
     Attributes:
         attention: Its attention, or None.
         recurrence: Its mixer with states, if it has one.
+        called: Its mixer that runs its own code, if it has one.
         experts: Its mixture of experts, if it has one.
         angles: Cosines of a token in its rotary embedding; 0 for none.
         linears: Its linear layers, each once.
@@ -61,6 +63,7 @@ class DeclaredLayer:
         mixers = [part.mixer for part in residuals]
         self.attention = next((mixer for mixer in mixers if isinstance(mixer, SelfAttention)), None)
         self.recurrence = next((mixer for mixer in mixers if isinstance(mixer, Recurrence)), None)
+        self.called = next((mixer for mixer in mixers if isinstance(mixer, Called)), None)
         self.experts = next((mixer for mixer in mixers if isinstance(mixer, Experts)), None)
         self.angles = self.rope.angles if self.rope else 0
         self.linears: list[Any] = list(dict.fromkeys(part.module for mixer in mixers for part in mixer.products))
@@ -104,7 +107,7 @@ class DeclaredLayer:
     @property
     def index(self) -> int:
         """The index of its cache layer."""
-        part = self.attention or self.recurrence
+        part = self.attention or self.recurrence or self.called
         assert part is not None
         return int(part.module.layer_idx)
 
@@ -131,8 +134,8 @@ class Attend(Protocol):
             A tensor of the shape of `query`.
         """
 
-    def recur(self, part: Recurrence, jobs: LayerJobs, x: Tensor) -> Tensor:
-        """What a mixer with states makes of rows `[rows, tokens, size]`."""
+    def call(self, part: Recurrence | Called, jobs: LayerJobs, x: Tensor) -> Tensor:
+        """What a mixer with states, or with code of its own, makes of rows `[rows, tokens, size]`."""
 
 
 class HiddenSum(NamedTuple):
@@ -233,18 +236,18 @@ class LayerJobs:
         self.jobs.append(layer_ops.norm(x, weight, out, eps, kind=kind, bias=bias, **added))
 
     def mixed(self, part: Mixer, x: Tensor) -> Tensor:
-        """What attention, a recurrence, an MLP or a mixture makes of rows, `[rows, tokens, size]`."""
+        """What a mixer makes of rows, `[rows, tokens, size]`."""
         if isinstance(part, Experts):
             return self._routed(part, x)
-        if isinstance(part, Recurrence):
-            return self._attend.recur(part, self, x)
+        if isinstance(part, Recurrence | Called):
+            return self._attend.call(part, self, x)
         return self._attended(part, x) if isinstance(part, SelfAttention) else self._fed(part, x)
 
     def _routed(self, part: Experts, x: Tensor) -> Tensor:
         if self.mixture is None or self._routing is None:
             self.run()
             return called(part, x)
-        (router, gate_up, down), routing, size = self.mixture, self._routing(part), x.shape[-1]
+        (router, gate_up, down, _), routing, size = self.mixture, self._routing(part), x.shape[-1]
         tokens, biases = x.numel() // size, [part.router._parameters.get("bias")]
         flat = x.reshape(tokens, size)
         shared = None if part.shared is None else self._fed(part.shared, x, "shared").reshape(tokens, size)
@@ -252,7 +255,7 @@ class LayerJobs:
             self.jobs.append(experts.gather(flat, routing.rows[:tokens], routing.numbers[:tokens]))
         if router is not None:
             self.jobs += product([router], x, biases, [routing.logits[:tokens]], self._prepared)
-        self.pause(partial(routing.fill, part, router is None), tokens)
+        self.pause(partial(routing.fill, part, self.mixture), tokens)
         rows, inner = tokens * part.chosen, down.terms * (1 if x.dtype == torch.float32 else 2)
         chosen = routing.chosen, rows
         routed, both, gate, results = (

@@ -27,7 +27,7 @@ from lookahead.kernels.layer_ops import storing
 from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
 from lookahead.kernels.team import team_of
 from lookahead.model.cache import TreeCache
-from lookahead.model.families.operations import Experts, Recurrence, SelfAttention
+from lookahead.model.families.operations import Called, Experts, Recurrence, SelfAttention
 from lookahead.model.slots import Origin, sharing_groups
 from lookahead.model.state_layers import States
 from lookahead.utils.addresses import KeepsAddresses
@@ -342,7 +342,8 @@ class _TableAttention:
         jobs.jobs.append(self._table.attention_job(self.at, *tensors, scale=part.options["scaling"]))
         return attended
 
-    def recur(self, part: Recurrence, jobs: LayerJobs, x: Tensor) -> Tensor:
+    def call(self, part: Recurrence | Called, jobs: LayerJobs, x: Tensor) -> Tensor:
+        assert isinstance(part, Recurrence)  # a model with others has no table
         jobs.products(part.inputs, x, [jobs.take(f"input {at}", one.outputs) for at, one in enumerate(part.inputs)])
         jobs.pause(partial(self._table.recur, part), self._tokens)
         recurred, out = (

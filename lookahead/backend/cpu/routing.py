@@ -30,13 +30,15 @@ class MixtureWeights(NamedTuple):
     router: PackedWeight | None  # None if torch must multiply by it, as it adds few outputs in another order
     gate_up: ExpertWeight
     down: ExpertWeight
+    wide: Tensor | None  # the weight of a router that multiplies in float32, if the model's is of another type
 
 
 def multiplies(part: Experts) -> bool:
     """Whether the kernels multiply by the weights of a mixture, in half precision with the bits of single rows."""
     gate_up, down = part.weights
     router = part.router._parameters["weight"]
-    is_supported = all(map(experts.multiplies, (gate_up, down))) and packed_product.is_supported(router)
+    is_supported = all(map(experts.multiplies, (gate_up, down)))
+    is_supported = is_supported and (part.has_wide_router or packed_product.is_supported(router))
     has_biases = all(bias is None or bias.is_contiguous() for bias in part.biases)
     blocks = (_block_of(weight) for weight in (gate_up[0], down[0]))
     return is_supported and has_biases and len({tensor.dtype for tensor in part.tensors}) == 1 and all(blocks)
@@ -73,12 +75,14 @@ def weights_of(part: Experts, known: dict[Any, Any], *, packs: bool = False) -> 
     if is_old or (packs and not kept[2]):
         thread.is_cold = packs or getattr(thread, "is_cold", False)
         with torch.inference_mode():
-            own = (
+            first, second = (
                 experts.weight_of(weight, _block_of(weight[0]), packs=packs and not weight.is_inference())
                 for weight in (gate_up, down)
             )
-            block = _block_of(router, part.router._parameters.get("bias"))
-            made = MixtureWeights(packed_product.pack(router, block) if block else None, *own)
+            is_wide = part.has_wide_router and router.dtype != torch.float32
+            block = 0 if is_wide else _block_of(router, part.router._parameters.get("bias"))
+            packed = packed_product.pack(router, block) if block else None
+            made = MixtureWeights(packed, first, second, router.float() if is_wide else None)
         kept = known["mixture"] = (made, tensors), versions, packs
     weights: MixtureWeights = kept[0][0]
     return weights
@@ -127,13 +131,16 @@ class Routing:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         return torch.cat([linear(row, weight, bias) for row in self.rows[:tokens].split(1)])
 
-    def fill(self, part: Experts, by_torch: bool, tokens: int) -> None:
+    def fill(self, part: Experts, weights: MixtureWeights, tokens: int) -> None:
         """Choose the experts of the first tokens, and group their rows."""
-        if by_torch:
-            self.logits[:tokens] = self.multiply(part.router, tokens)
+        logits, wide = self.logits[:tokens], weights.wide
+        if wide is not None:
+            logits = torch.cat([linear(row, wide) for row in self.rows[:tokens].float().split(1)])
+        elif weights.router is None:
+            logits = self.multiply(part.router, tokens)
         for gate in part.gates:
             self.shares[:tokens] = torch.sigmoid(self.multiply(gate, tokens))[:, 0]
-        factors, indices = part.route(self.logits[:tokens])
+        factors, indices = part.route(logits)
         self.factors[:tokens] = factors
         ids = indices.flatten().numpy()
         order = np.argsort(ids, kind="stable")

@@ -335,6 +335,8 @@ def whole_pass(
     layers = fused.layers
     if not layers:
         return "no layer is fused"
+    if any(layer.called for layer in layers):
+        return "its attention runs its own code"
     dtypes = {layer.norms[0].weight.dtype for layer in layers}
     kinds, indices = {type(layer.module) for layer in layers}, [layer.index for layer in layers]
     if len(kinds) + len(dtypes) != 2 or indices != list(range(len(layers))):

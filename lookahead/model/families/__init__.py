@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.model.families import gemma, glm, granite, hybrid, layer_norms, llama, mixtures, olmo, phi
+from lookahead.model.families import deepseek, gemma, glm, granite, hybrid, layer_norms, llama, mixtures, olmo, phi
 from lookahead.model.families.operations import Family
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *gemma.FAMILIES, *olmo.FAMILIES, *phi.FAMILIES, *mixtures.FAMILIES,
-    *glm.FAMILIES, *granite.FAMILIES, *hybrid.FAMILIES, *layer_norms.FAMILIES,
+    *deepseek.FAMILIES, *glm.FAMILIES, *granite.FAMILIES, *hybrid.FAMILIES, *layer_norms.FAMILIES,
 )  # fmt: skip
 WRAPPERS = {
     "gemma3": ("Gemma3", "language_model"),

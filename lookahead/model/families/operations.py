@@ -218,6 +218,7 @@ class Experts(NamedTuple):
         names: The names of the weights.
         shared: The expert that gets every token; its result is added.
         gates: A linear layer with one output, if the sigmoid of it is the factor of that result.
+        has_wide_router: Whether the router multiplies in float32.
     """
 
     module: Any
@@ -232,6 +233,7 @@ class Experts(NamedTuple):
     names: tuple[str, str] = ("gate_up_proj", "down_proj")
     shared: Mlp | None = None
     gates: tuple[Any, ...] = ()
+    has_wide_router: bool = False
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -297,7 +299,24 @@ class Recurrence(NamedTuple):
         return self.module, *self.inner
 
 
-Mixer = SelfAttention | Mlp | Experts | Recurrence
+class Called(NamedTuple):
+    """A mixer that runs its own code, which gets all that its layer passes on.
+
+    Attributes:
+        module: The mixer. Its result is the first one.
+        angles: Cosines of a token.
+        is_complex: Whether positions are complex numbers.
+    """
+
+    module: Any
+    angles: int
+    is_complex: bool = False
+    norms: tuple[Norm, ...] = ()
+    products: tuple[Product, ...] = ()
+    parts: tuple[Any, ...] = ()
+
+
+Mixer = SelfAttention | Mlp | Experts | Recurrence | Called
 
 
 class Residual(NamedTuple):
