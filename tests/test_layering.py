@@ -63,7 +63,8 @@ OF_INNER_MODULES: dict[str, set[str]] = {
     "serving": {
         "backend.read_prompt", "config", "decoding.api", "decoding.cache_room", "decoding.plan", "decoding.prompts",
         "decoding.request", "decoding.scheduler", "decoding.text_pieces", "decoding.transcription",
-        "decoding.validation", "engine.row", "model.facts", "model.model_kind", "verification.stopping",
+        "decoding.validation", "engine.row", "loading.loading", "model.facts", "model.model_kind",
+        "verification.stopping",
     },
 }  # fmt: skip
 KNOW_TRANSFORMERS = {
@@ -79,6 +80,7 @@ OPTIONAL = {
     "loading.gguf_plan": {"gguf"},
     "documents.sound_files": {"soundfile", "soxr"},
     "kernels": {"triton"},
+    "serving.media": {"PIL"},
     "serving": {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "jobs.worker_pool": {"ray"},
     "plugins.grammar.grammar": {"llguidance"},

@@ -48,18 +48,41 @@ def test_of_a_text_or_several_what_was_sent_is_told_apart(stop, expected):
         (5, f"content: {OBJECTS}, got 5"),
         (TEXT, f"content: {OBJECTS}, got {TEXT}"),
         (["a"], "content.0: Input should be an object, got 'a'"),
-        ([{"type": "image_url", "image_url": {}}], f"content.0.type: {PARTS}, got 'image_url'"),
-        ([TEXT, {"type": "input_audio"}], f"content.1.type: {PARTS}, got 'input_audio'"),
-        ([{"type": "text"}], "content.0.text: Field required"),
         ([{"type": "text", "text": 5}], "content.0.text: Input should be a valid string, got 5"),
         ([{**TEXT, "shade": {}}], "content.0.shade: unknown field"),
     ],
 )
-def test_of_a_message_the_wrong_part_is_named(content, expected):
+def test_of_a_text_the_wrong_part_is_named(content, expected):
     assert message(ChatBody, messages=[{"role": "user", "content": content}]) == f"messages.0.{expected}"
     chat = [{"role": "user", "content": "x"}]
     told = message(ChatBody, messages=chat, prediction={"type": "content", "content": content})
     assert told == f"prediction.{expected}"
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"type": "image_url", "image_url": {}}, "0.image_url.url: Field required"),
+        ({"type": "image_url"}, "0: a image_url needs image_url, got {'type': 'image_url'}"),
+        (
+            {"type": "input_audio", "input_audio": {"data": "", "format": "flac"}},
+            "0.input_audio.format: Input should be",
+        ),
+        (
+            {"type": "image", "source": {"type": "url", "url": "x"}},
+            "0.source.type: Input should be 'base64', got 'url'",
+        ),
+        ({"type": "text"}, "0: a text needs text, got {'type': 'text'}"),
+        ({"type": "video_url"}, "0.type: Input should be 'text', "),
+    ],
+)
+def test_of_a_message_the_wrong_part_is_named(part, expected):
+    told = message(ChatBody, messages=[{"role": "user", "content": [part]}])
+    assert told.startswith(f"messages.0.content.{expected}")
+    told = message(
+        ChatBody, messages=[{"role": "user", "content": "x"}], prediction={"type": "content", "content": [part]}
+    )
+    assert told.startswith("prediction.content.0.t")  # a prediction is text
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_calls_and_results_become_messages_of_a_chat(server):
     user, said, first, second, last = body.chat([]).messages
     assert (user.content, text_of(said.content), said.reasoning_content) == ("abc", "so", "hm")
     assert [call["id"] for call in said.tool_calls or ()] == ["1", "2"]
-    assert [(each.role, each.tool_call_id, each.content) for each in (first, second)] == [
+    assert [(each.role, each.tool_call_id, text_of(each.content)) for each in (first, second)] == [
         ("tool", "1", "x"), ("tool", "2", "y"),
     ]  # fmt: skip
     assert last.role == "assistant" and last.tool_calls[0]["function"] == {"name": "f", "arguments": "{}"}

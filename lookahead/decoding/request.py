@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ class Request:
         ids: The tokens of the prompt, if the scheduler plans it.
         max_new_tokens: Replaces this option of the scheduler's reader; None keeps it.
         prediction: The expected output as token ids.
-        plan: How it is decoded; None until its turn if the scheduler plans it.
+        plan: How it is decoded, or makes that at its turn; None until its turn if the scheduler plans it.
         row: Its `Row`; None until its turn if it shares none, and if transformers decodes it.
         encoder_tokens: Tokens that an encoder has read for its row.
         seed: Seed of torch's random numbers if it shares no rows; None leaves them.
@@ -42,7 +42,7 @@ class Request:
     ids: Sequence[int] = ()
     max_new_tokens: int | None = None
     prediction: Any = None
-    plan: RequestPlan | None = None
+    plan: RequestPlan | Callable[[], RequestPlan] | None = None
     row: Any = None
     encoder_tokens: int = 0
     seed: int | None = None

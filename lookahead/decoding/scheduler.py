@@ -254,7 +254,7 @@ class Scheduler:
         try:
             if first.seed is not None:
                 torch.manual_seed(first.seed)
-            plan = first.plan
+            plan = first.plan() if callable(first.plan) else first.plan
             if plan is None:
                 ids, predictions = zip(*((request.ids, request.prediction) for request in group), strict=True)
                 plan = self._reader.plan(ids, first.max_new_tokens, predictions)

@@ -21,11 +21,20 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 def auto_class(config: Any) -> Any:
     """The transformers class that loads the language model of a configuration."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForMultimodalLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+    )
 
     if reads_sound(config):
         return AutoModelForSpeechSeq2Seq
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not reads_media(config)
+    return AutoModelForCausalLM if is_text else AutoModelForMultimodalLM
 
 
 def reads_sound(config: Any) -> bool:
@@ -33,6 +42,13 @@ def reads_sound(config: Any) -> bool:
     from transformers import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
     return type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+
+
+def reads_media(config: Any) -> bool:
+    """Whether a configuration is of a model that reads images or sound too."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+    return type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 
 @contextmanager

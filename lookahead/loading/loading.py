@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lookahead.documents.byte_sources import in_time
 from lookahead.errors import ConfigError, UnsupportedModelError, first_line, one_line
-from lookahead.loading.checkpoints import load_weights, no_bars, reads_sound
+from lookahead.loading.checkpoints import load_weights, no_bars, reads_media, reads_sound
 from lookahead.loading.early_checks import LONG_NAMES, check_names
 from lookahead.loading.gguf_files import convert_once, is_gguf
 from lookahead.loading.gguf_plan import has_plan, planned_once
@@ -40,6 +41,8 @@ HUB = "hf://"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CLOSE = 0.7  # similarity from which a known name is suggested
 _HUB_S = 10.0  # timeout for the only request to the Hub, without its client's retries
+
+_log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 
@@ -144,6 +147,22 @@ def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
             location, local_files_only=is_local, trust_remote_code=False
         )
     return tokenizer
+
+
+def load_processor(model: str) -> Any:
+    """The processor of images and sounds of a model, named as in `load`; None if it reads text only, or has none."""
+    config = load_config(model)
+    if not reads_media(config):
+        return None
+    location, is_local = locate_model(model)
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(location, local_files_only=is_local, trust_remote_code=False)
+    except Exception as error:  # transformers raises anything for files and packages that are missing
+        _log.warning("%s reads text only: its processor cannot be loaded: %s", model, first_line(error))
+        return None
+    return processor if hasattr(processor, "apply_chat_template") and hasattr(processor, "tokenizer") else None
 
 
 @contextmanager

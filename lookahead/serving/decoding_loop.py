@@ -36,12 +36,17 @@ class PlannedRequest:
     Attributes:
         request: The request.
         reader: Its options, with its grammar.
-        plan: The plan of its first choice, and of all that can share rows.
+        plan: The plan of its first choice, and of all that can share rows; None for a prompt with images or sounds,
+            which the model reads as it is planned.
     """
 
     request: GenerationRequest
     reader: PromptReader
-    plan: RequestPlan
+    plan: RequestPlan | None
+
+    def planned(self) -> RequestPlan:
+        """A plan of a choice of its own."""
+        return self.reader.plan([self.request.ids], None, [self.request.prediction])
 
 
 class DecodingLoop:
@@ -127,19 +132,29 @@ class DecodingLoop:
         options = with_row_processors(self.model, self.tokenizer, None, options, None, grammars)
         config = self._config if request.drafts else replace(self._config or LookaheadConfig(), proposers=())
         reader = PromptReader(self.model, self.tokenizer, config, **options)
-        return PlannedRequest(request, reader, reader.plan([reader.read(request.ids, 0)], None, [request.prediction]))
+        if request.inputs:
+            reader.separate(request.inputs)
+        reader.read(request.ids, 0)
+        planned = PlannedRequest(request, reader, None)
+        return planned if request.inputs else replace(planned, plan=planned.planned())
 
     def put(self, planned: PlannedRequest, on_update: OnUpdate, choice: int = 0) -> Ticket:
         """Queue a choice of a planned request, as `submit` does."""
         request, plan = planned.request, planned.plan
         seed = None if request.seed is None else (request.seed + choice) % (1 << 63)
-        if plan.is_sampled:
-            plan = replace(plan, generator=generator_for(self.model, seed))
-        if choice and not (self._shares_rows and plan.can_join):  # a plan that is decoded apart may hold its cache
-            ids, prediction = [request.ids], [request.prediction]
-            plan = replace(planned.reader.plan(ids, None, prediction), generator=plan.generator)
-        put = Request(next(self._numbers), plan=plan, seed=seed, salt=request.salt)
-        put.join(plan, shares_rows=self._shares_rows)
+
+        def seeded(plan: RequestPlan) -> RequestPlan:
+            return replace(plan, generator=generator_for(self.model, seed)) if plan.is_sampled else plan
+
+        put = Request(next(self._numbers), seed=seed, salt=request.salt)
+        if plan is None:
+            put.plan = lambda: seeded(planned.planned())
+        else:
+            plan = seeded(plan)
+            if choice and not (self._shares_rows and plan.can_join):  # a plan that is decoded apart may hold its cache
+                plan = seeded(planned.planned())
+            put.plan = plan
+            put.join(plan, shares_rows=self._shares_rows)
         if put.row is not None:
             put.row.drafts = request.drafts
         lane = self._apart if put.row is None else self._together

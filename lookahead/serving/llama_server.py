@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
@@ -76,11 +77,12 @@ class LlamaForm(AnswerForm):
 
 def props(served: ServedModel) -> dict[str, Any]:
     """What `/props` tells about a model."""
-    tokenizer = served.tokenizer
+    tokenizer, reads = served.tokenizer, partial(hasattr, served.processor)
     return {
         "default_generation_settings": {"n_ctx": served.translator.context}, "total_slots": served.loop.rows,
         "model_alias": served.name, "chat_template": tokenizer.chat_template or "", "bos_token": tokenizer.bos_token,
-        "eos_token": tokenizer.eos_token, "modalities": {"vision": False, "audio": False},
+        "eos_token": tokenizer.eos_token,
+        "modalities": {"vision": reads("image_processor"), "audio": reads("feature_extractor")},
         "build_info": f"lookahead {lookahead.__version__}",
     }  # fmt: skip
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter
 
 from lookahead.serving.answers import Answer
 from lookahead.serving.api_errors import ApiError
@@ -19,17 +19,16 @@ from lookahead.serving.request_schemas import (
     Content,
     Function,
     GenerationBody,
+    ImageSource,
     Message,
+    MessagePart,
+    Parts,
     ResponseFormat,
     StopText,
     text_of,
     translated,
 )
 
-_NEEDED = {
-    "text": ("text",), "thinking": ("thinking",), "redacted_thinking": (), "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id",),
-}  # fmt: skip
 _JSON = TypeAdapter[Any](Any)
 _LARGEST = {"Infinity": sys.float_info.max, "-Infinity": -sys.float_info.max}  # for numbers that overflow, as 1e999
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -37,24 +36,22 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Block(Body):
-    """A text, a thought, a call of a tool, or its result."""
+    """A text, an image, a thought, a call of a tool, or its result."""
 
     ignores = frozenset(("cache_control", "caller", "citations", "data", "is_error", "signature"))
-    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    needs: ClassVar[Mapping[str, Sequence[str]]] = {
+        "text": ["text"], "image": ["source"], "thinking": ["thinking"], "tool_use": ["id", "name", "input"],
+        "tool_result": ["tool_use_id"],
+    }  # fmt: skip
+    type: Literal["text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
+    source: ImageSource | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: Content | None = None
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> Block:
-        for name in _NEEDED[self.type]:
-            if getattr(self, name) is None:
-                raise ValueError(f"a block of type {self.type} needs {name}")
-        return self
+    content: Parts | None = None
 
 
 class BlockMessage(Body):
@@ -103,7 +100,7 @@ class CountBody(GenerationBody):
 
     def chat(self) -> ChatBody:
         """The chat that this request means."""
-        messages = [Message(role="system", content=self.system)] if self.system else []
+        messages = [Message(role="system", content=text_of(self.system))] if self.system else []
         messages += [message for each in self.messages for message in _messages_of(each)]
         fields: dict[str, Any] = {"messages": messages, "stop": self.stop_sequences or self.stop, "service_tier": None}
         if self.tools:
@@ -207,18 +204,23 @@ def _messages_of(message: BlockMessage) -> list[Message]:
     """A message as those of a chat: each result of a tool has its own."""
     if isinstance(message.content, str):
         return [Message(role=message.role, content=message.content)]
-    made, text, thoughts, calls = list[Message](), list[str](), list[str](), list[dict[str, Any]]()
+    made, parts, thoughts, calls = list[Message](), list[MessagePart](), list[str](), list[dict[str, Any]]()
     for block in message.content:
         if block.type == "tool_result":
-            made.append(Message(role="tool", tool_call_id=block.tool_use_id, content=text_of(block.content)))
+            made.append(Message(role="tool", tool_call_id=block.tool_use_id, content=block.content or ""))
         elif block.type == "tool_use":
             function = {"name": block.name, "arguments": json.dumps(block.input)}
             calls.append({"id": block.id, "type": "function", "function": function})
+        elif block.type in ("text", "image"):
+            parts.append(MessagePart(type=block.type, text=block.text, source=block.source))
         else:
-            text.append(block.text or "")
             thoughts.append(block.thinking or "")
-    if text or calls or not made:
-        own = Message(role=message.role, content="".join(text), tool_calls=calls or None)
+    if parts or thoughts or calls or not made:
+        own = Message(
+            role=message.role,
+            content=parts if any(part.source for part in parts) else text_of(parts),
+            tool_calls=calls or None,
+        )
         own.reasoning_content = "".join(thoughts) or None
         made.append(own)
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -21,11 +21,13 @@ class Body(BaseModel):
     Attributes:
         ignores: Fields without effect.
         nests: A field of an inner object, and one of its fields: with the latter here, the inner object's are here.
+        needs: The fields that an object of each `type` must have.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignores: ClassVar[frozenset[str]] = frozenset()
     nests: ClassVar[tuple[str, str]] = ("", "")
+    needs: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -43,6 +45,14 @@ class Body(BaseModel):
         return {
             name: each for name, each in given.items() if name in names or not (each is None or name in cls.ignores)
         }
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Body:
+        kind = getattr(self, "type", None)
+        for name in self.needs.get(kind, ()) if kind else ():
+            if getattr(self, name) is None:
+                raise ValueError(f"a {kind} needs {name}")
+        return self
 
 
 def parsed(kind: type[Any], body: bytes | dict[str, Any]) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -45,15 +46,59 @@ Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
+TextType = Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
+_TEXTS = get_args(TextType)
+
+
 class TextPart(Body):
-    """A part of a message, in the words of several APIs."""
+    """A text, in the words of several APIs."""
 
     ignores = frozenset(("annotations", "cache_control", "citations", "logprobs"))
-    type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
+    type: TextType
     text: str
 
 
 Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+
+class ImageUrl(Body):
+    """An image as a data URL."""
+
+    ignores = frozenset(("detail",))
+    url: str
+
+
+class Sound(Body):
+    """A sound."""
+
+    data: str
+    format: Literal["wav", "mp3"]
+
+
+class ImageSource(Body):
+    """An image in the Messages API."""
+
+    ignores = frozenset(("media_type",))
+    type: Literal["base64"]
+    data: str
+
+
+class MessagePart(TextPart):
+    """A part of a message, in the words of several APIs: a text, an image or a sound."""
+
+    ignores = TextPart.ignores | {"detail"}
+    needs: ClassVar[Mapping[str, Sequence[str]]] = {
+        "image_url": ["image_url"], "input_image": ["image_url"], "image": ["source"], "input_audio": ["input_audio"],
+        **{name: ["text"] for name in _TEXTS},
+    }  # fmt: skip
+    type: Literal[TextType, "image_url", "input_image", "image", "input_audio"]  # type: ignore[assignment]
+    text: str | None = None  # type: ignore[assignment]
+    image_url: ImageUrl | str | None = None
+    source: ImageSource | None = None
+    input_audio: Sound | None = None
+
+
+Parts = str | Annotated[list[MessagePart], Field(fail_fast=True)]
 
 
 class Function(Body):
@@ -95,7 +140,7 @@ class Message(Body):
 
     ignores = frozenset(("annotations", "cache_control"))
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
+    content: Parts | None = None
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -111,10 +156,21 @@ class Message(Body):
         return self
 
     @property
+    def parts(self) -> list[MessagePart]:
+        """The parts of its content, or of what stands for it."""
+        if isinstance(self.content, list) and self.content:
+            return self.content
+        return [MessagePart(type="text", text=text_of(self.content) or self.refusal or "")]
+
+    @property
+    def media(self) -> list[MessagePart]:
+        """Its images and sounds."""
+        return [part for part in self.parts if part.text is None]
+
+    @property
     def size(self) -> int:
-        """Bytes of its content."""
-        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content or ()]
-        return sum(map(size_of, parts))
+        """Bytes of its text."""
+        return sum(size_of(part.text or "") for part in self.parts)
 
     def for_template(self) -> dict[str, Any]:
         """The message in the form of chat templates."""
@@ -311,9 +367,9 @@ def translated(kind: type[T], body: GenerationBody, **fields: Any) -> T:
     return made
 
 
-def text_of(content: Content | None) -> str:
+def text_of(content: Content | Parts | None) -> str:
     """The text of a message's content, which may have parts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content or [])
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content or [])
 
 
 def size_of(text: str) -> int:

@@ -29,6 +29,7 @@ class GenerationRequest:
 
     Attributes:
         ids: Token ids of the prompt.
+        inputs: All inputs of the model for a prompt with images or sounds, as its processor returns them.
         options: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `stop_strings`.
         choices: Number of outputs.
         seed: Seed of the draws of the first output; each further one has the next number. None for random ones.
@@ -44,6 +45,7 @@ class GenerationRequest:
     """
 
     ids: list[int]
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     choices: int = 1
     seed: int | None = None

@@ -6,22 +6,22 @@ import itertools
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from lookahead.serving.api_errors import ApiError, invalid
 from lookahead.serving.forms import Event, PartsForm
 from lookahead.serving.parsing import Body
 from lookahead.serving.request_schemas import (
     ChatBody,
-    Content,
     Effort,
     GenerationBody,
     Message,
     Metadata,
     NamedTool,
+    Parts,
     ResponseFormat,
     TextPart,
     Tool,
@@ -35,31 +35,24 @@ Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"
 _MOST_KEPT, _MOST_BYTES = 1000, 64 << 20
 _ECHOED = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning"}
 _ECHOED |= {"store", "temperature", "text", "tool_choice", "tools", "top_p"}
-_NEEDED = {
-    "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"), "reasoning": (),
-}  # fmt: skip
 
 
 class InputItem(Body):
     """A message, a call of a function, its result, or what the model thought."""
 
     ignores = frozenset(("encrypted_content", "id", "phase", "status"))
+    needs: ClassVar[Mapping[str, Sequence[str]]] = {
+        "message": ["role", "content"], "function_call": ["call_id", "name", "arguments"],
+        "function_call_output": ["call_id", "output"],
+    }  # fmt: skip
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Content | None = None
+    content: Parts | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: Content | None = None
+    output: Parts | None = None
     summary: Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> InputItem:
-        for name in _NEEDED[self.type]:
-            if getattr(self, name) is None:
-                raise ValueError(f"a {self.type} needs {name}")
-        return self
 
 
 class Reasoning(Body):
@@ -119,7 +112,7 @@ class ResponsesBody(GenerationBody):
             if item.type == "reasoning":
                 reasoning = "".join(part.text for part in item.summary or ()) or text_of(item.content)
             elif item.type == "function_call_output":
-                messages.append(Message(role="tool", tool_call_id=item.call_id, content=text_of(item.output)))
+                messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
             elif item.type == "message":
                 messages.append(Message(role=item.role or "user", content=item.content))
             else:

@@ -14,6 +14,7 @@ from typing import Any
 from lookahead import LookaheadConfig, load, prepare_costs
 from lookahead.decoding.transcription import check_speech
 from lookahead.errors import ConfigError, LookaheadError
+from lookahead.loading.loading import load_processor
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest
@@ -44,6 +45,7 @@ class ServedModel:
         max_new_tokens: Maximum tokens of an output.
         decoding: Options of `DecodingLoop`.
         plain_user_text: As in `Translator`.
+        processor: As in `Translator`.
     """
 
     def __init__(
@@ -55,16 +57,17 @@ class ServedModel:
         max_new_tokens: int,
         decoding: dict[str, Any],
         plain_user_text: bool = False,
+        processor: Any = None,
     ) -> None:
         self.name = name
-        self.model, self.tokenizer = loaded
+        self.model, self.tokenizer, self.processor = *loaded, processor
         try:
             prepare_costs(self.model)
         except (LookaheadError, OSError) as error:  # transformers decodes it, or the costs are not saved
             _log.info("%s: %s", name, error)
         self.loop = DecodingLoop(self.model, self.tokenizer, config=config, **decoding)
         given = self.model, self.tokenizer, max_new_tokens, self.loop.most_outputs
-        self.translator = Translator(*given, plain_user_text=plain_user_text)
+        self.translator = Translator(*given, plain_user_text=plain_user_text, processor=processor)
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -141,7 +144,8 @@ class ServedModels:
                 check_speech(model, name)
                 self._models[name].set_result(HearingModel(name, model, tokenizer, self._options["config"]))
             else:
-                self._models[name].set_result(ServedModel(name, (model, tokenizer), **self._options))
+                options = {**self._options, "processor": load_processor(source)}
+                self._models[name].set_result(ServedModel(name, (model, tokenizer), **options))
         except BaseException as error:
             self._models[name].set_exception(error)
 

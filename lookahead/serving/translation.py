@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from lookahead.errors import (
 from lookahead.model.facts import context_limit
 from lookahead.model.model_kind import kind_of
 from lookahead.serving.api_errors import ApiError, invalid, shutting_down
+from lookahead.serving.media import MediaReader
 from lookahead.serving.plain_text import PlainText
 from lookahead.serving.request_schemas import (
     ChatBody,
@@ -81,6 +82,7 @@ class Translator:
         max_new_tokens: Maximum tokens of an output.
         most_outputs: Maximum outputs of a request; None for any number.
         plain_user_text: Whether special tokens in messages of users and tools are text.
+        processor: Reads images and sounds; None if the model reads text only.
     """
 
     def __init__(
@@ -91,7 +93,9 @@ class Translator:
         most_outputs: int | None = None,
         *,
         plain_user_text: bool = False,
+        processor: Any = None,
     ) -> None:
+        self._media = None if processor is None else MediaReader(processor)
         self._plain = PlainText(tokenizer) if plain_user_text else None
         self._model, self._tokenizer, self._most, self._most_outputs = model, tokenizer, max_new_tokens, most_outputs
         self.context = None if kind_of(model).has_encoder else context_limit(model)
@@ -139,7 +143,9 @@ class Translator:
         kwargs = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
         kwargs |= body.chat_template_kwargs or {}
         tools = None if body.tool_choice == "none" else body.tools
-        ids = self._render(body.messages, kwargs, tools, body.truncate_prompt_tokens)
+        ids, inputs = self._render(body.messages, kwargs, tools, body.truncate_prompt_tokens)
+        if inputs and body.prompt_logprobs is not None:
+            raise invalid("prompt_logprobs", "are those of texts alone")
         for name, value in (("continue_final_message", body.continues), ("add_generation_prompt", not body.continues)):
             if getattr(body, name) not in (None, value):
                 raise invalid(name, f"must be {value} here: a final message of the assistant is continued")
@@ -147,7 +153,7 @@ class Translator:
         if most is None:
             most, name = body.max_tokens, "max_tokens"
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return [self._request(body, ids, most, name, logprobs)]
+        return [self._request(body, ids, most, name, logprobs, inputs)]
 
     def of_completion(self, body: CompletionBody) -> list[GenerationRequest]:
         """A request for every prompt."""
@@ -180,7 +186,7 @@ class Translator:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "one of prompt and messages is needed")
         if body.messages is not None:
-            return self._render(body.messages)
+            return self._render(body.messages)[0]
         return self._read(body.prompt or "", add_special_tokens=body.add_special_tokens)
 
     def text_of(self, body: DetokenizeBody) -> str:
@@ -193,23 +199,44 @@ class Translator:
         kwargs: dict[str, Any] | None = None,
         tools: Sequence[Tool] | None = None,
         cut: int | None = None,
-    ) -> list[int]:
+    ) -> tuple[list[int], dict[str, Any]]:
+        """The token ids of a chat, and all inputs of the model if there are images or sounds."""
         kwargs = dict(kwargs or {})
         # Arguments that pad or cut prompts, or replace the template, are not template variables.
         taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"}
+        if self._media is not None:
+            taken |= {*inspect.signature(self._media.processor.apply_chat_template).parameters}
         for name in kwargs:
             if name in taken:
                 raise invalid(f"chat_template_kwargs.{name}", "cannot be set by clients")
+        media = [part for message in messages for part in message.media]
+        if media and self._media is None:
+            raise invalid(f"messages.content.{media[0].type}", "the model reads text only")
+        if media and cut is not None:
+            raise invalid("truncate_prompt_tokens", "cuts texts alone")
         given = [_with_objects(message.for_template()) for message in messages]
-        ids = self._read(given, cut, chat_template_kwargs=kwargs)
+        is_plain = self._plain is not None and self._plain.holds_special(given)
+        if media and is_plain:
+            raise invalid("messages.content", "has special tokens, which are read as text only in chats of text")
+
+        def read(**variables: Any) -> tuple[list[int], dict[str, Any]]:
+            if self._media is None:
+                return self._read(given, cut, chat_template_kwargs=variables), {}
+            inputs = self._media.inputs(given, [message.parts for message in messages], variables)
+            ids = inputs["input_ids"][0].tolist()
+            return (ids, inputs) if media else (self._read(ids, cut), {})
+
+        ids, inputs = read(**kwargs)
         if tools:
             kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-            without, ids = ids, self._read(given, cut, chat_template_kwargs=kwargs)
+            without, (ids, inputs) = ids, read(**kwargs)
             if ids == without:
                 raise invalid("tools", "the chat template of the model takes none")
-        if self._plain is not None and self._plain.holds_special(given):
-            return self._read(self._plain.ids(given, kwargs), cut)
-        return ids
+        return (
+            (self._read(self._plain.ids(given, kwargs), cut), {})
+            if self._plain is not None and is_plain
+            else (ids, inputs)
+        )
 
     def _read(self, prompt: Any, cut: int | None = None, **options: Any) -> list[int]:
         """The token ids of a prompt; with `cut` the last ones."""
@@ -236,6 +263,7 @@ class Translator:
         most: int | None,
         most_name: str,
         logprobs: int | None,
+        inputs: Mapping[str, Any] | None = None,
     ) -> GenerationRequest:
         options: dict[str, Any] = {name: each for name in _AS_THEY_ARE if (each := getattr(body, name)) is not None}
         if options.get("top_k") == -1:
@@ -264,7 +292,8 @@ class Translator:
             penalties = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
             options["logits_processor"] = [CountPenalties(len(ids), *penalties)]
         return GenerationRequest(
-            ids=ids, options=options, choices=body.choices, seed=body.seed, prediction=self._prediction(body, most),
+            ids=ids, inputs=inputs or {}, options=options, choices=body.choices, seed=body.seed,
+            prediction=self._prediction(body, most),
             top_logprobs=logprobs, drafts=body.lookahead is None or body.lookahead.draft,
             hidden_ends=() if body.include_stop_str_in_output else body.stop_token_ids or (), **_grammar_of(body),
         )  # fmt: skip

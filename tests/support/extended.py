@@ -57,6 +57,11 @@ EXTENDED = {
         "lookahead/*/foreign_layers.py",
     ),
     "tests/test_transcribe.py": ("lookahead/cli/*", "lookahead/decoding/transcription.py", "lookahead/documents/*"),
+    "tests/test_serve_media.py": (
+        "lookahead/decoding/prompt_reading.py",
+        "lookahead/loading/*",
+        "lookahead/serving/*",
+    ),
     "tests/test_serve_speech.py": (
         "lookahead/decoding/transcription.py",
         "lookahead/documents/sound_files.py",
