@@ -19,9 +19,8 @@ from lookahead.kernels import layer_ops
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.changed_code import CHANGES, PLACES, Switched, patched
 from tests.support.products import kept_choice
-from tests.support.small_layers import HALF, MODELS, SINGLE, attends, made, serving
+from tests.support.small_layers import HALF, MODELS, PACKED, SINGLE, attends, made, serving
 
-WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}  # worth packing
 DRAFTED = LookaheadConfig(draft="fixed")
 TRUSTED = LookaheadConfig(trust_user_code=True)
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9]])
@@ -46,7 +45,7 @@ def ours(model: Any, **options: Any) -> list[int]:
 @cache
 def used(name: str, dtype: torch.dtype) -> Any:
     """A model that was decoded from as it is."""
-    model = made(name, dtype, **WIDE)
+    model = made(name, dtype, **PACKED)
     assert ours(model) == tokens(model)
     return model
 
@@ -80,7 +79,7 @@ SUBTLE = [
 @pytest.mark.parametrize("change", SUBTLE)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_what_was_changed_before_a_first_use_is_what_runs(change, dtype):
-    model = made("llama", dtype, **WIDE)
+    model = made("llama", dtype, **PACKED)
     with CHANGES[change](model):
         assert ours(model) == tokens(model)
     assert ours(model) == tokens(model)
@@ -89,7 +88,7 @@ def test_what_was_changed_before_a_first_use_is_what_runs(change, dtype):
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("place", ["an MLP", "its body"])
 def test_a_hook_that_is_switched_on_after_a_first_use_is_heard(place, dtype):
-    model, hook = made("llama", dtype, **WIDE), Switched()
+    model, hook = made("llama", dtype, **PACKED), Switched()
     PLACES[place](model).register_forward_hook(hook)
     assert ours(model) == tokens(model)
     hook.strength = 40
@@ -101,7 +100,7 @@ def test_kernels_that_compute_something_else_serve_no_pass_and_the_log_says_so(m
     monkeypatch.setattr(whole_pass.PassTable, "run", lambda *arguments: run(*arguments).neg())
     with kept_choice(own_cache_folder, "packed"):
         for dtype in (HALF, SINGLE):
-            model = made("llama", dtype, **WIDE)
+            model = made("llama", dtype, **PACKED)
             assert ours(model) == tokens(model)
             assert ours(model) == tokens(model)
     named = [each for each in caplog.messages if "LlamaForCausalLM is decoded without kernels" in each]

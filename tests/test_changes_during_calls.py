@@ -13,9 +13,9 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import lookahead
 from lookahead import LookaheadConfig
-from tests.support.small_layers import HALF, SINGLE, made
+from tests.support.small_layers import HALF, PACKED, SINGLE, made
 from tests.support.stateful_code import steered
-from tests.test_user_code import IDS, NEW, OURS, WIDE, tokens
+from tests.test_user_code import IDS, NEW, OURS, tokens
 
 
 def edit_of_the_ids(at: int) -> Callable[..., Any]:
@@ -68,7 +68,7 @@ def down(model: Any) -> Any:
 
 @functools.cache
 def unchanged(dtype: torch.dtype) -> list[list[int]]:
-    return tokens(made("llama", dtype, **WIDE))
+    return tokens(made("llama", dtype, **PACKED))
 
 
 @pytest.mark.covering(1)
@@ -79,7 +79,7 @@ def test_a_change_of_the_model_during_a_call_is_heeded_from_the_next_pass_on(cha
     answers = []
     plainly = {**OURS, "lookahead_config": LookaheadConfig(proposers=())}
     for options in ({}, plainly, {**OURS, "lookahead_prediction": []}):
-        model, handles = made("llama", dtype, **WIDE), list[Any]()
+        model, handles = made("llama", dtype, **PACKED), list[Any]()
         if "lookahead_prediction" in options:
             options["lookahead_prediction"] = answers[0][0][IDS.shape[1] :]
 

@@ -22,18 +22,10 @@ from lookahead import LookaheadConfig
 from lookahead.backend.support import support_of
 from lookahead.model.call_caches import CACHE
 from lookahead.model.known_code import is_known, users_code
-from tests.support.small_layers import HALF, SINGLE, made
+from tests.support.small_layers import HALF, PACKED, SINGLE, made
 from tests.support.stateful_code import PLACES, STATES, Seen, recorded, steered
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9]])
-WIDE = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_key_value_heads": 4,
-    "num_attention_heads": 4,
-    "head_dim": 64,
-}
-"""The smallest layers that are packed."""
 NEW = 20
 OURS: dict[str, Any] = {"custom_generate": lookahead.decode}
 TRUSTED = LookaheadConfig(trust_user_code=True, draft="fixed")
@@ -65,7 +57,7 @@ USES = {f"{place} of a {age} model": (place, age == "warm") for place in PLACES 
 @pytest.mark.parametrize("state", STATES)
 def test_code_with_a_state_says_and_sees_what_it_does_in_generate(state, where, dtype, is_predicted):
     place, is_warm = USES[where]
-    model = made("llama", dtype, **WIDE)
+    model = made("llama", dtype, **PACKED)
     if is_warm:
         assert tokens(model, **OURS) == tokens(model)
     answers, seen = outcome(model, place, state)
@@ -129,7 +121,7 @@ def test_every_way_to_decode_runs_a_users_code_as_transformers_does(how, tiny_to
 
 
 def _hooked(edit: Callable[[Tensor], Any]) -> Any:
-    model = made("llama", SINGLE, **WIDE)
+    model = made("llama", SINGLE, **PACKED)
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: edit(out))
     return model
 
@@ -207,7 +199,7 @@ def test_a_mode_of_torch_that_a_user_enters_sees_the_operations_of_generate():
             self.products += function is torch.nn.functional.linear
             return function(*args, **(kwargs or {}))
 
-    model, counts = made("llama", SINGLE, **WIDE), []
+    model, counts = made("llama", SINGLE, **PACKED), []
     tokens(model, **OURS)
     for options in ({}, OURS):
         with Counting() as mode:
@@ -301,7 +293,7 @@ def test_a_model_class_of_a_users_is_drafted_for_once_it_is_trusted():
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_a_change_between_pieces_of_a_stream_is_heard_and_stays(dtype, tiny_tokenizer):
-    model = made("llama", dtype, **WIDE)
+    model = made("llama", dtype, **PACKED)
     mlp = model.model.layers[1].mlp.down_proj
     stream = lookahead.stream(model, tiny_tokenizer, IDS, max_new_tokens=8)
     next(stream)
@@ -329,7 +321,7 @@ def test_the_first_use_of_a_model_leaves_nothing_behind():
 
 
 def test_changes_of_one_model_leave_a_copy_alone():
-    model = made("llama", SINGLE, **WIDE)
+    model = made("llama", SINGLE, **PACKED)
     twin = copy.deepcopy(model)
     with PLACES["a hook on the head"](model, steered):
         assert tokens(twin, **OURS) == tokens(twin) != tokens(model)

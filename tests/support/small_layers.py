@@ -54,6 +54,11 @@ WIDE = {"head_dim": 32}  # torch sums products with fewer outputs in another ord
 if not packed_product.is_supported(torch.zeros(2, 2, dtype=HALF)):  # it needs multiples of 64 inputs on this CPU
     WIDE |= {"hidden_size": 192, "intermediate_size": 256}
 
+PACKED = {
+    "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64
+}  # fmt: skip
+"""Sizes of the smallest layers whose weights are packed."""
+
 
 def attends(dtype: torch.dtype) -> bool:
     """Whether this CPU has an attention kernel for a dtype; without one, a pass is not a single call."""
