@@ -70,9 +70,13 @@ def test_arguments_of_the_tokenizer_are_no_variables_of_a_template(server, folde
 def test_numbers_and_texts_at_the_edge_of_what_can_be_computed_are_refused(server):
     assert server.refused(temperature=1e-320) == "temperature: must be 0, or from 1e-06 to 2, got 1e-320"
     assert "repetition_penalty" in server.refused(repetition_penalty=1e-300)
-    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
-    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert server.refused(messages=chat) == "messages.tool_calls: arguments must be JSON"
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"x": ', "", "1", "NaN"], ids=lambda text: text[:9])
+def test_calls_that_were_no_json_can_be_sent_back(server, arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    chat: Any = [{"role": "assistant", "content": "a", "tool_calls": [call]}, {"role": "user", "content": "b"}]
+    assert server.raw("POST", "/v1/chat/completions", {"messages": chat, "max_tokens": 2})[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ def test_a_completion_in_the_words_of_llama_server(server):
         ("/completion", {"mirostat": 2}, "mirostat: unknown field"),
         ("/completion", {"n": 2}, "n"),
         ("/completion", {"prompt_logprobs": 1}, "prompt_logprobs"),
-        ("/completion", {"n_predict": 0}, "max_tokens"),
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "suffix: the model has no tokens"),
         ("/infill", {"input_prefix": "a"}, "input_suffix"),
     ],
@@ -68,6 +67,12 @@ def test_a_completion_in_the_words_of_llama_server(server):
 def test_what_they_cannot_have_is_refused_by_name(server, path, fields, named):
     status, answer = server.raw("POST", path, {**({"prompt": "a"} if path == "/completion" else {}), **fields})
     assert status == 400 and named in answer["error"]["message"]
+
+
+def test_nothing_is_written_after_a_prompt_if_nothing_is_asked_for(server):
+    answer = told(server, "/completion", {"prompt": "a", "n_predict": 0})
+    assert (answer["content"], answer["tokens_predicted"], answer["stop_type"]) == ("", 0, "limit")
+    assert server.complete("a", max_tokens=0).choices[0].text == ""
 
 
 def test_the_model_and_its_rows_are_told_without_a_path(server, folder):

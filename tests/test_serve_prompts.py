@@ -134,7 +134,7 @@ def test_log_probabilities_of_prompts_are_bounded(server, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
         ({"suffix": "x"}, "suffix: the model has no tokens"),
         ({"echo": 1}, "echo"),

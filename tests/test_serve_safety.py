@@ -67,7 +67,7 @@ def plain(folder: str) -> Any:
         ({"regex": "a(", "max_tokens": 5}, ""),
         ({"regex": "a", "grammar": "start: \"a\""}, "grammar: cannot be combined with regex"),
         ({"best_of": 3}, "best_of: unknown field"),
-        ({"functions": []}, "functions: unknown field"),
+        ({"functions": [{"name": "f"}], "tools": [{"type": "function", "name": "f"}]}, "cannot be combined with tools"),
         ({"audio": {}}, "audio: unknown field"),
     ],
     ids=str,

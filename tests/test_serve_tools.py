@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from lookahead.serving.request_schemas import Function, Tool
+from lookahead.serving.request_schemas import Function, Message, Tool
 from lookahead.serving.tool_calls import CallReader, schema_of_call
 from tests.support.running_server import folder, server
 
@@ -186,3 +186,32 @@ def test_text_beside_tools_is_streamed_as_it_is_without_them(server):
     assert len(texts) > 3 and "".join(texts) == whole.message.content and not whole.message.tool_calls
     logs = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
     assert logs == whole.logprobs.content and len(logs) == 30
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_functions_are_tools_in_their_older_form(server, streams):
+    functions: Any = [{"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}]
+    given: Any = {"functions": functions, "function_call": {"name": "f"}, "max_tokens": 60, "stream": streams}
+    got = server.ask("abc", **given)
+    if streams:
+        chunks = [chunk.choices[0] for chunk in got]
+        pieces = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
+        assert pieces[0].name == "f" and chunks[-1].finish_reason == "function_call"
+        assert json.loads("".join(piece.arguments for piece in pieces)) == {}
+        return
+    (choice,) = got.choices
+    assert choice.finish_reason == "function_call" and choice.message.tool_calls is None
+    assert (choice.message.function_call.name, json.loads(choice.message.function_call.arguments)) == ("f", {})
+    assert server.ask("abc", functions=functions, function_call="none").choices[0].message.function_call is None
+    back: Any = [choice.message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+    assert server.raw("POST", "/v1/chat/completions", {"messages": back, "functions": functions})[0] == 200
+
+
+def test_calls_and_results_in_the_older_form_are_those_of_tools_for_templates():
+    call, result = {"name": "f", "arguments": "{}"}, {"role": "function", "name": "f", "content": "3"}
+    said = {"role": "assistant", "content": None, "function_call": call}
+    older = [Message.model_validate(message).for_template() for message in (said, result)]
+    assert older == [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "name": "f", "content": "3"},
+    ]

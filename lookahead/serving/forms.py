@@ -41,6 +41,25 @@ class AnswerForm:
         return error.body
 
 
+class FunctionForm(AnswerForm):
+    """The answers of chats with `functions`, the older form of tools: a message has one call."""
+
+    def whole(self, answer: Event) -> Event:
+        return self._renamed(answer, "message")
+
+    def add(self, chunk: Event) -> Iterable[Event]:
+        return (self._renamed(chunk, "delta"),)
+
+    def _renamed(self, answer: Event, name: str) -> Event:
+        for choice in answer["choices"]:
+            for call in choice[name].pop("tool_calls", ())[:1]:
+                if not call.get("index"):
+                    choice[name]["function_call"] = call["function"]
+            if choice["finish_reason"] == "tool_calls":
+                choice["finish_reason"] = "function_call"
+        return answer
+
+
 class PartsForm(AnswerForm):
     """The answer of an API that has a chat's text and tool calls as parts, each with a beginning and an end.
 

@@ -19,6 +19,7 @@ from lookahead.serving.parsing import Body, parsed
 T = TypeVar("T")
 MAX_CHOICES = 128
 _MOST_ENTRIES = 1024
+_ROLES = {"developer": "system", "function": "tool"}  # in templates
 _LEAST_TEMPERATURE = 1e-6  # smaller ones make scores overflow
 
 
@@ -135,15 +136,22 @@ class NamedTool(Body):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
+class FunctionCall(FunctionName):
+    """A call of a function, in the older form of tool calls."""
+
+    arguments: str
+
+
 class Message(Body):
     """A message of a chat."""
 
     ignores = frozenset(("annotations", "cache_control"))
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Parts | None = None
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
     # In answers of this and other servers that clients send back.
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -174,11 +182,13 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The message in the form of chat templates."""
-        given = self.model_dump(exclude_none=True, exclude={"refusal", "reasoning"})
+        given = self.model_dump(exclude_none=True, exclude={"refusal", "reasoning", "function_call"})
         given["content"] = text_of(self.content) or self.refusal or ""
         if self.reasoning is not None:
             given.setdefault("reasoning_content", self.reasoning)
-        given["role"] = "system" if self.role == "developer" else self.role
+        if self.function_call is not None:
+            given["tool_calls"] = [{"type": "function", "function": self.function_call.model_dump()}]
+        given["role"] = _ROLES.get(self.role, self.role)
         return given
 
 
@@ -299,10 +309,24 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
+    functions: Annotated[list[Function], Field(fail_fast=True)] | None = None  # the older form of tools
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     reasoning_effort: Effort | None = None  # for templates
+
+    @model_validator(mode="after")
+    def _with_tools(self) -> ChatBody:
+        if self.functions and self.tools:
+            raise ValueError("functions cannot be combined with tools")
+        if self.functions:
+            self.tools = [Tool(type="function", function=function) for function in self.functions]
+        if isinstance(self.function_call, FunctionName):
+            self.tool_choice = NamedTool(type="function", function=self.function_call)
+        elif self.function_call is not None:
+            self.tool_choice = self.function_call
+        return self
 
     @property
     def continues(self) -> bool:

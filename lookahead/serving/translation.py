@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -159,8 +160,6 @@ class Translator:
         """A request for every prompt."""
         if not body.prompts:
             raise invalid("prompt", "must hold a prompt, got none")
-        if body.max_tokens == 0 and body.prompt_top is None and not body.echo:
-            raise invalid("max_tokens", "may be 0 only with echo or prompt_logprobs")
         prompts, cut = body.prompts, body.truncate_prompt_tokens
         if body.suffix is not None:
             before, between, after = self._infill
@@ -359,12 +358,10 @@ def _too_long(field: str, message: str) -> ApiError:
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with the arguments of its tool calls as objects, as templates expect."""
+    """A message with the arguments of its tool calls as objects, as templates expect; what is not JSON stays text."""
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
+            with suppress(ValueError, RecursionError):
                 function["arguments"] = json.loads(function["arguments"])
-            except (ValueError, RecursionError):
-                raise invalid("messages.tool_calls", "arguments must be JSON") from None
     return message

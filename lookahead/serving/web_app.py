@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 
 import lookahead
 from lookahead.serving.api_errors import ApiError
-from lookahead.serving.forms import AnswerForm
+from lookahead.serving.forms import AnswerForm, FunctionForm
 from lookahead.serving.llama_server import InfillBody, LlamaBody, LlamaForm, props, slots
 from lookahead.serving.messages import CountBody, MessagesBody, MessagesForm
 from lookahead.serving.request_schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -31,10 +31,6 @@ from lookahead.serving.service import Service, Turn, unless_left
 Handler = Callable[[Request, Any], Awaitable[Response]]
 MakeForm = Callable[[Turn], AnswerForm]
 _LEFT = 499  # the status of a request whose client is gone, for the metrics
-
-
-def _as_it_is(turn: Turn) -> AnswerForm:
-    return AnswerForm()
 
 
 class _Stream(StreamingResponse):  # type: ignore[misc]  # untyped base class
@@ -75,7 +71,7 @@ def make_app(
     app = FastAPI(title="lookahead", version=lookahead.__version__, docs_url=None, redoc_url=None)
     service, kept = Service(models, timeout_s), KeptMessages()
 
-    async def answer(request: Request, body: Any, form: MakeForm = _as_it_is) -> Response:
+    async def answer(request: Request, body: Any, form: MakeForm = lambda turn: AnswerForm()) -> Response:
         client, owner = request.state.client, request.state.owner
         salt = owner if body.cache_salt is None else f"{owner}\n{body.cache_salt}"
         turn = await unless_left(request, service.begin(body, client, salt))
@@ -99,8 +95,11 @@ def make_app(
         return decorate
 
     kinds = list[tuple[Any, Any]]()
-    post("/v1/chat/completions", ChatBody)(answer)
     post("/v1/completions", CompletionBody)(answer)
+
+    @post("/v1/chat/completions", ChatBody)
+    async def chat(request: Request, body: ChatBody) -> Response:
+        return await answer(request, body, lambda turn: FunctionForm() if body.functions else AnswerForm())
 
     @post("/v1/responses", ResponsesBody)
     async def responses(request: Request, body: ResponsesBody) -> Response:
