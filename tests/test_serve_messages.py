@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lookahead.serving.message_schemas import text_of
 from lookahead.serving.messages import MessagesBody
-from lookahead.serving.request_schemas import text_of
 from tests.support.running_server import LONG, Running, folder, server
 
 __all__ = ["folder", "server"]  # fixtures

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lookahead.serving import responses
-from lookahead.serving.request_schemas import Message, text_of
+from lookahead.serving.message_schemas import Message, text_of
 from lookahead.serving.responses import KeptMessages
 from tests.support.running_server import LONG, Running, folder, server
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from lookahead.serving.request_schemas import Function, Message, Tool
+from lookahead.serving.message_schemas import Message
+from lookahead.serving.request_schemas import Function, Tool
 from lookahead.serving.tool_calls import CallReader, schema_of_call
 from tests.support.running_server import folder, server
 

@@ -11,7 +11,7 @@ from typing import Any
 from lookahead.documents.sound_files import read_sound
 from lookahead.errors import DocumentError, first_line
 from lookahead.serving.api_errors import ApiError, invalid
-from lookahead.serving.request_schemas import ImageUrl, MessagePart
+from lookahead.serving.message_schemas import ImageUrl, MessagePart
 
 _FORMATS = "PNG", "JPEG", "WEBP", "GIF"
 _MOST_PIXELS = 1 << 25  # of all images of a request

@@ -13,21 +13,9 @@ from pydantic import Field, TypeAdapter
 from lookahead.serving.answers import Answer
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.forms import Event, PartsForm
+from lookahead.serving.message_schemas import Content, ImageSource, Message, MessagePart, Parts, text_of
 from lookahead.serving.parsing import Body
-from lookahead.serving.request_schemas import (
-    ChatBody,
-    Content,
-    Function,
-    GenerationBody,
-    ImageSource,
-    Message,
-    MessagePart,
-    Parts,
-    ResponseFormat,
-    StopText,
-    text_of,
-    translated,
-)
+from lookahead.serving.request_schemas import ChatBody, Function, GenerationBody, ResponseFormat, StopText, translated
 
 _JSON = TypeAdapter[Any](Any)
 _LARGEST = {"Infinity": sys.float_info.max, "-Infinity": -sys.float_info.max}  # for numbers that overflow, as 1e999

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -14,12 +13,12 @@ from pydantic import (
     model_validator,
 )
 
+from lookahead.serving.message_schemas import Content, FunctionName, Message, Text
 from lookahead.serving.parsing import Body, parsed
 
 T = TypeVar("T")
 MAX_CHOICES = 128
 _MOST_ENTRIES = 1024
-_ROLES = {"developer": "system", "function": "tool"}  # in templates
 _LEAST_TEMPERATURE = 1e-6  # smaller ones make scores overflow
 
 
@@ -38,68 +37,12 @@ def _is_no_overflow(temperature: float) -> float:
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_is_no_overflow)]
 Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_are_few)]
 Metadata = Annotated[dict[str, str], BeforeValidator(_are_few)]
-Text = Annotated[str, StringConstraints(min_length=1)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 OptionalText = Annotated[str, StringConstraints(max_length=200)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-
-
-TextType = Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
-_TEXTS = get_args(TextType)
-
-
-class TextPart(Body):
-    """A text, in the words of several APIs."""
-
-    ignores = frozenset(("annotations", "cache_control", "citations", "logprobs"))
-    type: TextType
-    text: str
-
-
-Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
-
-
-class ImageUrl(Body):
-    """An image as a data URL."""
-
-    ignores = frozenset(("detail",))
-    url: str
-
-
-class Sound(Body):
-    """A sound."""
-
-    data: str
-    format: Literal["wav", "mp3"]
-
-
-class ImageSource(Body):
-    """An image in the Messages API."""
-
-    ignores = frozenset(("media_type",))
-    type: Literal["base64"]
-    data: str
-
-
-class MessagePart(TextPart):
-    """A part of a message, in the words of several APIs: a text, an image or a sound."""
-
-    ignores = TextPart.ignores | {"detail"}
-    needs: ClassVar[Mapping[str, Sequence[str]]] = {
-        "image_url": ["image_url"], "input_image": ["image_url"], "image": ["source"], "input_audio": ["input_audio"],
-        **{name: ["text"] for name in _TEXTS},
-    }  # fmt: skip
-    type: Literal[TextType, "image_url", "input_image", "image", "input_audio"]  # type: ignore[assignment]
-    text: str | None = None  # type: ignore[assignment]
-    image_url: ImageUrl | str | None = None
-    source: ImageSource | None = None
-    input_audio: Sound | None = None
-
-
-Parts = str | Annotated[list[MessagePart], Field(fail_fast=True)]
 
 
 class Function(Body):
@@ -119,12 +62,6 @@ class Tool(Body):
     function: Function
 
 
-class FunctionName(Body):
-    """The name of a function."""
-
-    name: Text
-
-
 class NamedTool(Body):
     """The tool that the model must use."""
 
@@ -134,62 +71,6 @@ class NamedTool(Body):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-
-
-class FunctionCall(FunctionName):
-    """A call of a function, in the older form of tool calls."""
-
-    arguments: str
-
-
-class Message(Body):
-    """A message of a chat."""
-
-    ignores = frozenset(("annotations", "cache_control"))
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Parts | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-    function_call: FunctionCall | None = None
-    # In answers of this and other servers that clients send back.
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        if self.role != "assistant" and not self.content and self.content != "":
-            raise ValueError(f"a message of the role {self.role!r} needs content")
-        return self
-
-    @property
-    def parts(self) -> list[MessagePart]:
-        """The parts of its content, or of what stands for it."""
-        if isinstance(self.content, list) and self.content:
-            return self.content
-        return [MessagePart(type="text", text=text_of(self.content) or self.refusal or "")]
-
-    @property
-    def media(self) -> list[MessagePart]:
-        """Its images and sounds."""
-        return [part for part in self.parts if part.text is None]
-
-    @property
-    def size(self) -> int:
-        """Bytes of its text."""
-        return sum(size_of(part.text or "") for part in self.parts)
-
-    def for_template(self) -> dict[str, Any]:
-        """The message in the form of chat templates."""
-        given = self.model_dump(exclude_none=True, exclude={"refusal", "reasoning", "function_call"})
-        given["content"] = text_of(self.content) or self.refusal or ""
-        if self.reasoning is not None:
-            given.setdefault("reasoning_content", self.reasoning)
-        if self.function_call is not None:
-            given["tool_calls"] = [{"type": "function", "function": self.function_call.model_dump()}]
-        given["role"] = _ROLES.get(self.role, self.role)
-        return given
 
 
 class Prediction(Body):
@@ -389,13 +270,3 @@ def translated(kind: type[T], body: GenerationBody, **fields: Any) -> T:
         kind, {name: each for name, each in common.items() if each is not None} | {"stream_options": options}
     )
     return made
-
-
-def text_of(content: Content | Parts | None) -> str:
-    """The text of a message's content, which may have parts."""
-    return content if isinstance(content, str) else "".join(part.text or "" for part in content or [])
-
-
-def size_of(text: str) -> int:
-    """Bytes of a text in UTF-8."""
-    return len(text.encode("utf-8", "surrogatepass"))

@@ -13,21 +13,18 @@ from pydantic import Field
 
 from lookahead.serving.api_errors import ApiError, invalid
 from lookahead.serving.forms import Event, PartsForm
+from lookahead.serving.message_schemas import Message, Parts, TextPart, text_of
 from lookahead.serving.parsing import Body
 from lookahead.serving.request_schemas import (
     ChatBody,
     Effort,
     GenerationBody,
-    Message,
     Metadata,
     NamedTool,
-    Parts,
     ResponseFormat,
-    TextPart,
     Tool,
     ToolChoice,
     Verbosity,
-    text_of,
     translated,
 )
 

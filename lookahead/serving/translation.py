@@ -26,18 +26,16 @@ from lookahead.model.facts import context_limit
 from lookahead.model.model_kind import kind_of
 from lookahead.serving.api_errors import ApiError, invalid, shutting_down
 from lookahead.serving.media import MediaReader
+from lookahead.serving.message_schemas import Message, size_of, text_of
 from lookahead.serving.plain_text import PlainText
 from lookahead.serving.request_schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
-    Message,
     StructuredOutputs,
     TokenizeBody,
     Tool,
-    size_of,
-    text_of,
 )
 from lookahead.serving.requests import GenerationRequest, LoopClosedError, QueueFullError
 from lookahead.serving.tool_calls import schema_of_call
