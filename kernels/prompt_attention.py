@@ -34,18 +34,19 @@ _add_one: Any = tile_of(1, "sums", rows=[ROWS]) if HAS_PAIRS else None
 _add_two: Any = tile_of(2, "sums", rows=[ROWS]) if HAS_PAIRS else None
 
 
-def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+def is_supported(query: Tensor, keys: Tensor, values: Tensor, *, as_whole: bool = False) -> bool:
     """Whether `prompt_attention` accepts these tensors."""
     (width, _, dim), slots = query.shape, len(keys)
     few_queries, few_keys = width % _queries_of(width), slots % BLOCK
+    is_whole = width == slots or (as_whole and (slots - width) % BLOCK == 0)
     return (
         query.dtype == keys.dtype == values.dtype == torch.bfloat16
         and query.device.type == "cpu"
         and dim == values.shape[2]
         and dim % LANES == 0
         and dim <= _TERMS
-        and width >= FEWEST
-        and (width == slots or not (0 < few_queries < _FEW_QUERIES or 0 < few_keys < _FEW_KEYS))
+        and (width >= FEWEST or (is_whole and width < slots))
+        and (is_whole or not (as_whole or 0 < few_queries < _FEW_QUERIES or 0 < few_keys < _FEW_KEYS))
         and HAS_PAIRS
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and torch.backends.cuda.flash_sdp_enabled()  # also for CPUs
@@ -53,21 +54,26 @@ def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, *, as_whole: bool = False) -> Tensor:
     """Attention of the last tokens of a text, each to itself and all tokens before it.
+
+    Whole blocks of `BLOCK` keys are added in the same order in longer texts. So a text that copies some of them from
+    another text is as if it had been read as a whole.
 
     Args:
         query: bfloat16 `[width, heads, dim]`.
         keys: bfloat16 `[slots, kv_heads, dim]`; the last `width` are those of the queries.
         values: Like the keys.
         scale: Factor of the scores.
+        as_whole: Whether the tokens have the bits that they have in a pass over the whole text, behind whole blocks;
+            else those of torch's call with a mask.
 
     Returns:
         bfloat16 `[width, heads, dim]`, contiguous.
     """
     query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
     (width, heads, dim), (slots, kv_heads, _) = query.shape, keys.shape
-    out, blocks, last = torch.empty_like(query), -(-slots // BLOCK), width % _queries_of(width)
+    out, blocks, last = torch.empty_like(query), -(-slots // BLOCK), slots % _queries_of(slots)
     laid_out = torch.empty((2, kv_heads, blocks, BLOCK * dim // 2), dtype=torch.int32, device="cpu")
     places = [tensor.data_ptr() for tensor in (query, keys, values, laid_out, out)]
     numbers = *places, width, heads, dim, slots, kv_heads, bits_of(scale)
@@ -75,7 +81,7 @@ def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
         (_lay_out, kv_heads * blocks, numbers, (keys, values, laid_out)),
         (_attend, heads * -(-width // _TOGETHER), numbers, (query, laid_out, out)),
     )
-    if width == slots and 0 < last < _FEW_KEYS:
+    if (width == slots or as_whole) and 0 < last < _FEW_KEYS:
         seen = torch.ones(last, slots, dtype=torch.bool, device="cpu").tril(slots - last)
         q, k, v = (each.transpose(0, 1)[None] for each in (query[-last:], keys, values))
         rest = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=heads > kv_heads)

@@ -77,8 +77,8 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     passes = list[list[int]]()
 
     class Noted(PackedPrompts):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             passes.append(self.sizes)
 
     monkeypatch.setattr(torch_backend, "PackedPrompts", Noted)

@@ -145,9 +145,9 @@ def test_a_model_reads_a_prompt_with_its_own_bits(beginning, monkeypatch):
     assert has_bits_of_prompts(16, arithmetic_flags())
     calls, own = [], prompt_attention.prompt_attention
 
-    def counted(query: Tensor, *rest: Any) -> Tensor:
+    def counted(query: Tensor, *rest: Any, **options: Any) -> Tensor:
         calls.append(len(query))
-        return own(query, *rest)
+        return own(query, *rest, **options)
 
     monkeypatch.setattr(exact_attention.prompt_attention, "prompt_attention", counted)
     past, tokens = DynamicCache(config=config), torch.from_numpy(text).long()[None]

@@ -1,7 +1,11 @@
-"""Prompts that begin alike: the beginning is read once, and the others copy its keys and values, in float32."""
+"""Prompts that begin alike: the beginning is read once, and the others copy its keys and values.
+
+In half precision they copy whole blocks, with the bits of each prompt alone.
+"""
 
 from __future__ import annotations
 
+import copy
 from contextlib import closing
 from typing import Any
 
@@ -11,6 +15,9 @@ import torch
 from transformers import LogitsProcessor
 
 import lookahead
+from lookahead.backend import pass_attention, self_check
+from lookahead.backend.cpu.cpu_backend import CpuBackend
+from lookahead.backend.cpu.exact_attention import has_bits_of_prompts
 from lookahead.backend.prompt_groups import PromptGroup, groups_of
 from lookahead.decoding.prompts import PromptReader
 from lookahead.decoding.request import Completion
@@ -18,7 +25,7 @@ from lookahead.decoding.scheduler import Scheduler
 from lookahead.verification.per_row import PerRow
 from tests.support.families import FAMILIES, build
 from tests.test_half_precision import made
-from tests.test_packed_prompts import packed, prompts_of
+from tests.test_packed_prompts import packed, prompts_of, wide
 
 __all__ = ["packed"]  # a fixture
 OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
@@ -69,10 +76,59 @@ def test_a_prompt_copies_from_the_running_row_that_shares_most(tiny_tokenizer):
     assert [one.stats.reused_tokens for one in done] == [len(DOCUMENT), 44, 0]
 
 
-def test_half_precision_copies_nothing_as_its_bits_depend_on_the_whole_text(tiny_tokenizer):
+def test_half_precision_copies_no_part_of_a_block_as_its_bits_depend_on_the_whole_text(tiny_tokenizer):
     model = made("llama", torch.bfloat16)
     done = list(lookahead.stream_many(model, tiny_tokenizer, QUESTIONS, rows=3, **OPTIONS))
     assert [one.stats.reused_tokens for one in done] == [0, 0, 0]
+
+
+has_kernel = pytest.mark.skipif(not has_bits_of_prompts(64), reason="this CPU adds in another order")
+LONG = prompts_of((1600,))[0]
+
+
+def long_prompts(*sizes: int) -> list[np.ndarray]:
+    """Prompts of these lengths that share all tokens but the last."""
+    return [np.append(LONG[: size - 1], np.int32(3 + size % 50)) for size in sizes]
+
+
+@has_kernel
+@pytest.mark.parametrize(
+    "sizes", [(1140, 1100, 1026, 1030), (1281, 1283, 1500), (517, 530, 1025, 1290), (600, 514, 513)]
+)
+def test_half_precision_copies_whole_blocks_with_the_bits_of_each_prompt_alone(sizes):
+    model, prompts = wide("llama"), long_prompts(*sizes)
+    alone = CpuBackend(model, rows=len(prompts), capacity=1600)
+    with alone.serving():
+        expected = torch.cat([alone.read([prompt], row) for row, prompt in enumerate(prompts)])
+    backend = CpuBackend(model, rows=len(prompts), capacity=1600, packs_prompts=True, shares_beginnings=lambda: True)
+    with backend.serving():
+        logits = backend.read(prompts, texts=[])
+    assert torch.equal(logits, expected)
+    longest = [
+        max((min(size - 2, other - 1) // 512 * 512 for other in sizes[:at]), default=0) for at, size in enumerate(sizes)
+    ]
+    assert backend.reused_tokens == longest
+    for row in range(len(prompts)):
+        ours, theirs = (some.cache.extract_row(row).kv for some in (backend, alone))
+        assert all(map(torch.equal, sum(ours.values(), ()), sum(theirs.values(), ())))
+
+
+@has_kernel
+@pytest.mark.parametrize("fault", ["", "products", "attention"])
+def test_long_prompts_of_many_share_blocks_if_a_comparison_allows_it(fault, tiny_tokenizer, monkeypatch):
+    model, prompts = copy.deepcopy(wide("llama")), [prompt.tolist() for prompt in long_prompts(1100, 1060, 1080)]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1 + len(fault))  # another model, which has no verdict yet
+    if fault == "products":
+        monkeypatch.setattr(self_check, "keeps_bits_of_long_texts", lambda model: False)
+    if fault == "attention":
+        monkeypatch.setattr(pass_attention, "attend_prompts", lambda *given, **options: None)
+    expected = alone(model, tiny_tokenizer, prompts)
+    done = list(lookahead.stream_many(model, tiny_tokenizer, prompts, rows=3, **OPTIONS))
+    done.sort(key=lambda one: one.index)
+    assert [one.token_ids for one in done] == expected
+    assert [one.stats.exactness for one in done] == ["bitwise"] * 3
+    assert sorted(one.stats.reused_tokens for one in done) == ([0, 0, 0] if fault else [0, 1024, 1024])
 
 
 def test_nothing_is_copied_from_a_row_that_other_weights_have_read(tiny_tokenizer):

@@ -15,7 +15,7 @@ from lookahead.model.model_state import plan_of
 
 _KINDS: dict[str, type[TorchBackend]] = {"cpu": CpuBackend, "cuda": GpuBackend}
 _OPTIONS = {
-    **dict.fromkeys(("packs", "has_kernels", "is_draft", "packs_prompts"), CpuBackend),
+    **dict.fromkeys(("packs", "has_kernels", "is_draft", "packs_prompts", "shares_beginnings"), CpuBackend),
     **dict.fromkeys(("captures", "most_nodes"), GpuBackend),
 }
 
@@ -25,8 +25,8 @@ def backend_for(model: PreTrainedModel, **options: Any) -> TorchBackend:
 
     Args:
         model: The model.
-        **options: Options of `TorchBackend`; `packs`, `has_kernels`, `is_draft` and `packs_prompts` of `CpuBackend`;
-            `captures` and `most_nodes` of `GpuBackend`.
+        **options: Options of `TorchBackend`; `packs`, `has_kernels`, `is_draft`, `packs_prompts` and
+            `shares_beginnings` of `CpuBackend`; `captures` and `most_nodes` of `GpuBackend`.
     """
     kind = GpuBackend if options.get("captures") else _KINDS.get(plan_of(model).device.type, TorchBackend)
     return kind(model, **{name: each for name, each in options.items() if issubclass(kind, _OPTIONS.get(name, kind))})

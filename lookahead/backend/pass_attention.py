@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead.backend.cpu.exact_attention import attend_per_node, attend_prompts
 from lookahead.backend.tree_pass import AttentionSpan, PackedPrompts, TreePass
+from lookahead.errors import UnsupportedModelError
 from lookahead.kernels import dispatch
 from lookahead.model.attention import real_config
 from lookahead.model.facts import attention_name, is_sdpa, own_attention
@@ -107,7 +108,7 @@ def _attend_apart(
     for row, (queries, start) in enumerate(zip(query.split(packed.sizes, 2), packed.starts, strict=True)):
         end = start + queries.shape[2]
         keys, values = (each[row : row + 1, :, :end] for each in (key, value))
-        outs.append(attend_alone(module, queries, keys, values, span=span, **options))
+        outs.append(attend_alone(module, queries, keys, values, span=span, as_whole=packed.has_copies, **options))
     return torch.cat(outs, 1)
 
 
@@ -118,6 +119,7 @@ def attend_alone(
     value: Tensor,
     *,
     span: AttentionSpan = EVERYTHING,
+    as_whole: bool = False,
     **kwargs: Any,
 ) -> Tensor:
     """Attention of the last tokens of texts of one length, with the bits of the model's own passes over each alone.
@@ -128,15 +130,23 @@ def attend_alone(
         key: `[rows, kv_heads, slots, dim]`, of the whole texts.
         value: `[rows, kv_heads, slots, value_dim]`.
         span: The layer's window or chunk.
+        as_whole: Whether the texts begin with copies of others, so that the bits must be those of a whole pass.
         **kwargs: Other arguments of the layer, such as `scaling`.
 
     Returns:
         `[rows, width, heads, value_dim]`.
+
+    Raises:
+        UnsupportedModelError: Texts begin with copies, and no kernel serves the layer.
     """
     own, options = own_attention(module, real_config(module.config)), _but_none(kwargs)
     slots, start = key.shape[2], key.shape[2] - query.shape[2]
     span = _within(span, slots)
-    attended = attend_prompts(module, query, key, value, own, options) if span == EVERYTHING else None
+    attended, as_whole = None, as_whole and start > 0
+    if span == EVERYTHING:
+        attended = attend_prompts(module, query, key, value, own, options, as_whole=as_whole)
+    if as_whole and attended is None:
+        raise UnsupportedModelError("a layer attends otherwise than the kernel for prompts")
     if attended is None:
         mask = _mask_alone(query, start, span, by_sdpa=is_sdpa(own))
         attended = own(module, query, key, value, mask, **options)[0]

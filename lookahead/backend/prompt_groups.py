@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -36,7 +37,12 @@ class PromptGroup:
 
 
 def groups_of(
-    prompts: Sequence[IntArray], cached: Sequence[int], texts: Sequence[IntArray] | None, most: int, fewest: int
+    prompts: Sequence[IntArray],
+    cached: Sequence[int],
+    texts: Sequence[IntArray] | None,
+    most: int,
+    fewest: int,
+    step: int = 1,
 ) -> list[PromptGroup]:
     """Group prompts in order.
 
@@ -45,15 +51,17 @@ def groups_of(
         cached: Tokens of each prompt that are in the cache.
         texts: The tokens in the cache for each row before the prompts; None if nothing may be copied.
         most: Maximum tokens of a pass over several prompts. A prompt with more is read alone.
-        fewest: Minimum tokens of a prompt that is read with others.
+        fewest: Minimum tokens of a prompt that is read with others, and that are left of one that copies a beginning.
+        step: Tokens that are copied are a multiple of it.
     """
     groups, open_group = list[PromptGroup](), PromptGroup(0)
     for at, (prompt, held) in enumerate(zip(prompts, cached, strict=True)):
         source = -1
         if texts is not None:
-            source, held = _longer(prompt, [*texts, *prompts[: open_group.first]], 0, held)
+            longer = partial(_longer, prompt, fewest=fewest, step=step)
+            source, held = longer([*texts, *prompts[: open_group.first]], 0, held)
             if open_group.copies:  # its beginnings are copied only once that group is read
-                inner = _longer(prompt, prompts[open_group.first : at], len(texts) + open_group.first, held)
+                inner = longer(prompts[open_group.first : at], len(texts) + open_group.first, held)
                 if inner[0] >= 0:
                     groups.append(open_group)
                     open_group, (source, held) = PromptGroup(at), inner
@@ -67,12 +75,14 @@ def groups_of(
     return [*groups, open_group]
 
 
-def _longer(prompt: IntArray, others: Sequence[IntArray], first: int, held: int) -> tuple[int, int]:
+def _longer(
+    prompt: IntArray, others: Sequence[IntArray], first: int, held: int, *, fewest: int, step: int
+) -> tuple[int, int]:
     """The text, numbered from `first`, that shares the longest beginning with a prompt, and its tokens.
 
     -1 and `held` if no text shares enough more than `held` tokens.
     """
-    shared = [min(_shared(prompt, other), len(prompt) - 1) for other in others]
+    shared = [min(_shared(prompt, other), len(prompt) - fewest) // step * step for other in others]
     best = max(range(len(shared)), key=shared.__getitem__, default=-1)
     return (first + best, shared[best]) if shared and shared[best] >= held + _FEWEST_SHARED else (-1, held)
 

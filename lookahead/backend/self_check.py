@@ -15,13 +15,14 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.cpu.fused_layers import find_fused
-from lookahead.backend.cpu.linears import keeps_bits, keeps_bits_packed
+from lookahead.backend.cpu.linears import keeps_bits, keeps_bits_of_long_texts, keeps_bits_packed
 from lookahead.backend.cpu.product_bits import has_other_products
 from lookahead.backend.layer_probes import layers_with_solo_bits
 from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_pass, step_logits
 from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.drafting.tree import IntArray, TokenTree
-from lookahead.errors import is_out_of_memory, with_place
+from lookahead.errors import UnsupportedModelError, is_out_of_memory, with_place
+from lookahead.kernels.weighted_sums import BLOCK
 from lookahead.model.facts import decoder_vocabulary, rope_parameters_of
 from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import plan_of, state_of
@@ -32,6 +33,7 @@ _SMALL_MODEL = 1 << 22  # parameters; up to this size several trees are compared
 _TRIALS = 8
 _LONGEST = 5  # depth of those trees
 _PACKED_SIZES = 3, 40, 9, 17  # tokens of prompts
+_BEHIND = 20  # tokens behind a copied block
 _ROOT = np.zeros(1, np.int32)  # the path of the root alone, the last token of a prompt
 
 
@@ -133,6 +135,33 @@ def _keep_bits_packed(model: PreTrainedModel) -> bool:
         for at in one
         for some, others in zip(one[at], other[at], strict=True)
     )
+
+
+def shares_beginnings(model: PreTrainedModel) -> bool:
+    """Whether half-precision prompts may copy the keys and values of whole blocks of a prompt that begins alike.
+
+    `packs_prompts` must hold. The first call for a model compares a text behind its own first block with the text read
+    as a whole.
+    """
+    name = f"common beginnings, {torch.get_num_threads()} threads"
+    return state_of(model).probed(name, model, partial(_keep_bits_behind_copies, model), truth)
+
+
+@torch.inference_mode()
+def _keep_bits_behind_copies(model: PreTrainedModel) -> bool:
+    if not keeps_bits_of_long_texts(model):
+        return False
+    text = (np.arange(BLOCK + _BEHIND, dtype=np.int32) * 7 + 1) % decoder_vocabulary(model)
+    backend = CpuBackend(model, rows=2, capacity=len(text), packs_prompts=True, shares_beginnings=lambda: True)
+    try:
+        with backend.serving():
+            logits = backend.read([text, text], texts=[])
+    except UnsupportedModelError:
+        return False
+    if backend.reused_tokens != [0, BLOCK]:
+        return False
+    rows = [backend.cache.extract_row(row).kv for row in range(2)]
+    return torch.equal(*logits) and all(map(torch.equal, *(sum(kv.values(), ()) for kv in rows)))
 
 
 def serves_experts(model: PreTrainedModel) -> bool:

@@ -20,6 +20,7 @@ from lookahead.backend.tree_pass import AttentionSpan, PackedPrompts, TreePass
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.kernels import dispatch
+from lookahead.kernels.weighted_sums import BLOCK
 from lookahead.model.attention import AttentionScope
 from lookahead.model.cache import TreeCache
 from lookahead.model.level_calls import MixTrees
@@ -80,6 +81,7 @@ class TorchBackend:
         self.prompt_hidden: list[dict[int, Tensor]] = []
         self.reused_tokens: list[int] = []
         self._mixers: Mapping[Any, MixTrees] = {}  # recurrent layers that kernels compute
+        self._has_copies = False  # half-precision prompts that are being read begin with copies of others
         self._is_served, self._checkpointed = False, checkpointed(model) if plan.trains else []
         self._first_stamp: int | None = None  # of `has_changed`
         self._runs_own_code, self._has_sdpa = False, plan.attention == "sdpa"
@@ -177,13 +179,22 @@ class TorchBackend:
         """The prompts that are read in one pass each.
 
         Recurrent layers read prompts alone: padding after a shorter one would change its states. So do half-precision
-        layers a prompt of one token, whose products have other bits. There beginnings are not copied: their bits depend
-        on the length of the text that was read.
+        layers a prompt of one token, whose products have other bits. There beginnings are copied in whole blocks, whose
+        bits do not depend on the rest of the text.
         """
         cached = self.cache.slots.lengths[first : first + len(prompts)].tolist()
-        most = 0 if self.cache.states else PREFILL_CHUNK
-        texts = None if self._is_half or not self.packs_prompts else texts
-        return groups_of(prompts, cached, texts, most, fewest=2 if self._is_half else 1)
+        most, step, fewest = 0 if self.cache.states else PREFILL_CHUNK, 1, 1
+        if self._is_half:
+            step, fewest = BLOCK, 2
+        texts = texts if self.packs_prompts else None
+        groups = groups_of(prompts, cached, texts, most, fewest, step)
+        if self._is_half and any(source >= 0 for group in groups for source, _ in group.copies):
+            groups = groups if self._shares_beginnings() else groups_of(prompts, cached, None, most, fewest)
+        return groups
+
+    def _shares_beginnings(self) -> bool:
+        """Whether half-precision prompts may copy whole blocks of other prompts."""
+        return False
 
     def _read_in_groups(
         self, prompts: Sequence[IntArray], first: int, groups: Sequence[PromptGroup], report: OnPrefill | None
@@ -197,12 +208,14 @@ class TorchBackend:
                 if source >= 0:
                     copy_beginning(self.cache, source, row, tokens)
             some, told = [prompts[at] for at in group.prompts], report if longest in group.prompts else None
+            self._has_copies = self._is_half and any(source >= 0 for source, _ in group.copies)
             with self._inputs.joining(), self.cache.slots.rows_from(first + group.first, len(some)):
                 read = self._read if len(some) == 1 else self._read_packed
                 logits.append(read(some, told or (lambda *_: None)))
             hidden.append(self.hidden)
             whole += self.prompt_hidden
             is_whole &= self.is_read_whole
+            self._has_copies = False
         self.hidden = {layer: torch.cat([each[layer] for each in hidden]) for layer in self.hidden}
         self.prompt_hidden, self.is_read_whole = whole, is_whole
         self.reused_tokens = [tokens if source >= 0 else 0 for group in groups for source, tokens in group.copies]
@@ -215,7 +228,7 @@ class TorchBackend:
         committed, lengths = slots.lengths[: len(prompts)], np.array(list(map(len, prompts)))
         new = [prompt[start:] for prompt, start in zip(prompts, committed, strict=True)]
         slots.begin(longest - int(committed.max()))  # the slots that are read end with the longest prompt
-        packed = PackedPrompts(slots, self._device, new)
+        packed = PackedPrompts(slots, self._device, new, has_copies=self._has_copies)
         logits = self._forward(packed, BitPolicy.BATCH)[0]
         committed[:] = lengths - 1
         texts = {layer: states[0].split(packed.sizes) for layer, states in self.hidden.items()}
@@ -352,8 +365,9 @@ class TorchBackend:
             keep = tree_pass.keep if self._device.type == "cpu" else tree_pass.keep.tolist()
             options["logits_to_keep"] = 1 if is_plain else keep
         scope: AbstractContextManager[None] = nullcontext()
-        if is_plain and tree_pass.is_prefill and self._scope is not None and self._reads_by_kernel():
-            scope = self._scope.running(attend_alone)
+        by_kernel = self._has_copies or (is_plain and self._reads_by_kernel())
+        if is_plain and tree_pass.is_prefill and self._scope is not None and by_kernel:
+            scope = self._scope.running(partial(attend_alone, as_whole=self._has_copies))
         elif self._takes_masks and not is_plain:
             if self._scope is not None:
                 scope = self._scope.running(partial(attend, tree_pass, self._spans))

@@ -182,14 +182,18 @@ class PackedPrompts(TreePass):
         slots: The slots of the cache; the pass must have begun.
         device: Where the model takes its tokens.
         tokens: int32 `[new]` for each active row, the tokens after its committed ones.
+        has_copies: Whether committed tokens are copied from other prompts.
 
     Attributes:
         starts: Committed tokens of each row.
         sizes: New tokens of each row.
     """
 
-    def __init__(self, slots: TreeSlots, device: torch.device, tokens: Sequence[NDArray[np.int32]]) -> None:
+    def __init__(
+        self, slots: TreeSlots, device: torch.device, tokens: Sequence[NDArray[np.int32]], *, has_copies: bool = False
+    ) -> None:
         super().__init__(slots, device)
+        self.has_copies = has_copies
         self.starts: list[int] = slots.lengths[: slots.active].tolist()
         self.sizes = [len(some) for some in tokens]
         spans = [np.arange(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True)]

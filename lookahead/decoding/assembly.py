@@ -136,6 +136,7 @@ def assemble(
         most_nodes=call.max_nodes + 1,
         has_kernels=policy is BitPolicy.SOLO or has_kernels(model, policy, shape),
         packs_prompts=reading is None and rows > 1 and self_check.packs_prompts(model, policy),
+        shares_beginnings=partial(self_check.shares_beginnings, model),
         make_inputs=kind.make_inputs(encoded) if reading is None else partial(PromptInputs, reading=reading),
     )
     ways: Any = {"policy": policy, "keep_cache": common.keep_cache, "isolates": isolates}

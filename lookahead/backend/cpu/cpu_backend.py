@@ -77,6 +77,7 @@ class CpuBackend(TorchBackend):
         mixing: How recurrent layers run; compared and measured if None.
         is_draft: Whether the model only drafts. What kernels compute of it is then found once, not at every service.
         packs_prompts: Whether `read` takes several prompts without padding, as `self_check.packs_prompts` allows.
+        shares_beginnings: Tells whether half-precision prompts may copy whole blocks of others.
         **options: Options of `TorchBackend`.
     """
 
@@ -89,10 +90,12 @@ class CpuBackend(TorchBackend):
         mixing: Mixing | None = None,
         is_draft: bool = False,
         packs_prompts: bool = False,
+        shares_beginnings: Callable[[], bool] = bool,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
         self._is_draft, self._has_parts, self.packs_prompts = is_draft, False, packs_prompts
+        self._is_sharing = shares_beginnings
         self._packs, self._has_bits = packs, self._is_half and self._scope is not None
         # Tensor-parallel processes must compute the same bits, but each would measure on its own whether packing pays.
         self._why_apart = "" if has_kernels else "its kernels compute differently from the model's own code"
@@ -148,6 +151,10 @@ class CpuBackend(TorchBackend):
         takes_rows = self._takes_rows and is_one and (is_exact or not self._inputs.has_cross)
         windows = self._windows if is_exact or takes_rows else None
         return windows, not takes_rows and (is_one or not is_exact)
+
+    def _shares_beginnings(self) -> bool:
+        is_usual = self._takes_rows and not (self._why_apart or self._runs_own_code or any(self._windows))
+        return is_usual and self._is_sharing()
 
     def _reads_by_kernel(self) -> bool:
         is_served = self._takes_rows and thread.running is not None and not (self._why_apart or self._runs_own_code)

@@ -214,7 +214,14 @@ def has_bits(own: Attention, heads: int, kv_heads: int, dim: int) -> bool:
 
 
 def attend_prompts(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, own: Attention, options: Mapping[str, Any]
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own: Attention,
+    options: Mapping[str, Any],
+    *,
+    as_whole: bool = False,
 ) -> Tensor | None:
     """Attention of the last tokens of texts to all tokens before them, with the bits of the model's own function.
 
@@ -225,6 +232,7 @@ def attend_prompts(
         value: `[rows, kv_heads, slots, value_dim]`.
         own: The model's attention function.
         options: Options that the model passes to it, such as `scaling`.
+        as_whole: Whether the bits are those of a pass over the whole texts.
 
     Returns:
         `[rows, width, heads, value_dim]`; None if no kernel serves.
@@ -233,10 +241,12 @@ def attend_prompts(
     if not (is_sdpa(own) and is_causal and query.shape[1] > 1) or options.get("dropout") or _BY_OWN & set(options):
         return None
     texts = list(zip(*(each.transpose(1, 2) for each in (query, key, value)), strict=True))
-    if not (prompt_attention.is_supported(*texts[0]) and has_bits_of_prompts(dim, arithmetic_flags())):
+    if not (
+        prompt_attention.is_supported(*texts[0], as_whole=as_whole) and has_bits_of_prompts(dim, arithmetic_flags())
+    ):
         return None
     scale = options.get("scaling", dim**-0.5)
-    return torch.stack([prompt_attention.prompt_attention(q, k, v, scale) for q, k, v in texts])
+    return torch.stack([prompt_attention.prompt_attention(q, k, v, scale, as_whole=as_whole) for q, k, v in texts])
 
 
 def attend_per_node(

@@ -311,9 +311,19 @@ def keeps_bits(model: nn.Module, apart: Collection[nn.Module] = ()) -> bool:
 def keeps_bits_packed(model: Any) -> bool:
     """Whether half-precision rows of packed prompts have the bits of each prompt alone in the layers for text."""
     head = model.get_output_embeddings()
-    others = [layer for layer in product_bits.linear_layers_of_text(model) if layer is not head]
-    kinds = {Kind.of(matrix_of(layer), layer.bias) for layer in others}
-    return type(head) is nn.Linear and _is_plain(head) and all(map(product_bits.keeps_many_rows, kinds))
+    return type(head) is nn.Linear and _is_plain(head) and all(map(product_bits.keeps_many_rows, _kinds_of_text(model)))
+
+
+def keeps_bits_of_long_texts(model: Any) -> bool:
+    """Whether half-precision rows of prompts of thousands of tokens have the bits that they have in shorter ones."""
+    return all(map(product_bits.keeps_thousands_of_rows, _kinds_of_text(model)))
+
+
+def _kinds_of_text(model: Any) -> set[Kind]:
+    """The kinds of products of every token of a prompt."""
+    head = model.get_output_embeddings()
+    layers = product_bits.linear_layers_of_text(model)
+    return {Kind.of(matrix_of(layer), layer.bias) for layer in layers if layer is not head}
 
 
 def _keeps_bits_of_rows(layer: nn.Linear | Conv1D) -> bool:

@@ -34,6 +34,7 @@ FEWEST_WEIGHTS = 1 << 16  # of a layer; below it, a call of oneDNN takes longer 
 _OUTPUTS = 4096  # most compared outputs of a layer, plus the remainder
 _MANY_ROWS = 100  # of a prompt, compared if torch seems to multiply each row alone
 _PACKED_ROWS = 2, 3, 8, 17, 33, 64, 100, 190, 300, 516, 1024  # of products that are compared for prompts in one pass
+_LONG_ROWS = 1024, 2500, 6000  # of products that are compared for long prompts
 _DIFFERENT = 256  # distinct outputs of the compared weight; the others repeat them
 _CANCELLING = 4  # inputs that cancel the remaining sum, one after the other
 _OCTAVES = 3  # range of compared numbers in powers of two either way, so that sums of a few round too
@@ -183,6 +184,14 @@ def keeps_many_rows(kind: Kind) -> bool:
     x, weight, bias = _cancelling(kind, _PACKED_ROWS[-1])
     whole = by_torch(x, weight, bias)
     return all(torch.equal(by_torch(x[-rows:], weight, bias), whole[-rows:]) for rows in _PACKED_ROWS)
+
+
+@_once(truth)
+def keeps_thousands_of_rows(kind: Kind) -> bool:
+    """Whether rows of torch's products have the bits of shorter products in those of thousands of rows."""
+    x, weight, bias = _cancelling(kind, _LONG_ROWS[-1])
+    some, *others = (by_torch(x[:rows], weight, bias)[: _LONG_ROWS[0]] for rows in _LONG_ROWS)
+    return all(torch.equal(some, other) for other in others)
 
 
 @_once(_rows_from)
