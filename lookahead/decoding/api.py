@@ -18,7 +18,6 @@ from lookahead.decoding.loops import loops
 from lookahead.decoding.prediction_reading import Prediction, Predictions
 from lookahead.decoding.prompts import Prompt, PromptReader, Prompts, Truncation
 from lookahead.decoding.request import Completion
-from lookahead.decoding.sampling_rule import with_sampling
 from lookahead.decoding.scheduler import Scheduler
 from lookahead.decoding.text_stream import TextStream
 from lookahead.errors import PromptError, UnsupportedModelError
@@ -27,6 +26,8 @@ from lookahead.stats import DecodingStats, total
 from lookahead.utils.seams import plugin_for
 from lookahead.verification.per_row import PerRow
 from lookahead.verification.stopping import FinishReason, stateful_name
+
+_DRAWS = frozenset(("temperature", "top_p", "top_k", "min_p"))  # options that only affect sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,7 @@ def generate(
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = with_sampling(generation_config, generate_kwargs)
-    if per_row is not None or any(each is not None for each in grammars.values()):
-        options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
+    options = options_of(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
@@ -194,9 +193,7 @@ def stream(
     """
     given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = with_sampling(generation_config, generate_kwargs)
-    if per_row is not None or any(each is not None for each in grammars.values()):
-        options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
+    options = options_of(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:
@@ -277,9 +274,7 @@ def stream_many(
     """
     given = (config, generation_config, None, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    options = with_sampling(generation_config, generate_kwargs)
-    if per_row is not None or any(each is not None for each in grammars.values()):
-        options = with_row_processors(model, tokenizer, generation_config, options, per_row, grammars)
+    options = options_of(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
     reader = PromptReader(model, tokenizer, *given, **options)
     separated = iter(reader.separate(prompts))
     if reader.further:
@@ -308,7 +303,7 @@ def _refuse_stateful(reader: PromptReader) -> None:
         )
 
 
-def with_row_processors(
+def options_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     generation_config: GenerationConfig | None,
@@ -316,7 +311,9 @@ def with_row_processors(
     per_row: Callable[[], Any] | None,
     grammars: dict[str, Any],
 ) -> dict[str, Any]:
-    """Append the grammar and the processor of every row to the processors of the options.
+    """The options of `model.generate` for a call: `do_sample` is set, and rows have their grammar and processor.
+
+    Tokens are sampled if a temperature, `top_p`, `top_k` or `min_p` is given. A temperature of 0 is greedy.
 
     Args:
         model: The model.
@@ -326,12 +323,16 @@ def with_row_processors(
         per_row: Makes a processor for every row; None for none.
         grammars: `json_schema`, `regex` and `grammar` of `generate`.
 
-    Returns:
-        The options of `model.generate` with these processors.
-
     Raises:
         ConfigError: A grammar is invalid, or llguidance is missing.
     """
+    names = {name for name, value in options.items() if value is not None}
+    # With `penalty_alpha` `top_k` is an option of contrastive search.
+    if names & _DRAWS and not names & {"do_sample", "penalty_alpha"}:
+        if options.get("temperature") == 0:
+            options = {name: value for name, value in options.items() if name not in _DRAWS} | {"do_sample": False}
+        elif getattr(generation_config, "do_sample", None) is not False:
+            options = {**options, "do_sample": True}
     added: list[PerRow] = []
     if any(grammar is not None for grammar in grammars.values()):
         validation.check_pair(model, tokenizer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from copy import copy
+from math import inf
+from numbers import Real
 from typing import Any, cast
 
 import numpy as np
@@ -15,8 +17,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from lookahead.config import REMOVED, LookaheadConfig, check_seed, refuse_removed
-from lookahead.decoding.sampling_rule import checked_numbers
+from lookahead.config import REMOVED, LookaheadConfig, check_seed, check_whole, refuse_removed
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, warn, with_place
 from lookahead.model.call_caches import CACHE, cache_in, may_be_callers
 from lookahead.model.calls import mask_length
@@ -44,6 +45,9 @@ _NOT_TAKEN = {
 }
 _PROMPTS = ("input_ids", "attention_mask", "inputs", "inputs_embeds", "messages")
 _ALIASES = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "lookahead_config": "config"}
+# The minimum of integer options, and the maximum of float options.
+_WHOLE = {"max_new_tokens": 1, "max_length": 1, "min_new_tokens": 0, "min_length": 0, "top_k": 0, "num_beams": 1}
+_NUMBERS = {"temperature": inf, "top_p": 1.0, "min_p": 1.0, "typical_p": 1.0, "repetition_penalty": inf}
 _LEAST_SHARE = 0.8  # minimum share of embedding rows with a token; the rest is padding
 
 # transformers extends these by repeating the last column, so zeros stay zeros.
@@ -142,7 +146,8 @@ def check_options(
             raise ConfigError(f"{name} is not taken here; {_NOT_TAKEN[name]}")
     if seed is not None:
         check_seed(seed)
-    given = checked_numbers(options)
+    given = {name: value for name, value in options.items() if value is not None}
+    _check_numbers(given)
     if not isinstance(given.get("do_sample", False), bool):
         raise ConfigError(f"do_sample must be True or False, got {given['do_sample']!r}")
     if given.get("temperature") == 0 and resolved(model, generation_config, options, "do_sample"):
@@ -154,6 +159,17 @@ def check_options(
             meant = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
             if meant is not None:
                 raise ConfigError(f"{name!r} is not an option of generate; did you mean {meant!r}?")
+
+
+def _check_numbers(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a number is out of its range."""
+    for name, value in options.items():
+        if name in _WHOLE:
+            check_whole(name, value, _WHOLE[name])
+        most, is_number = _NUMBERS.get(name), isinstance(value, Real) and not isinstance(value, bool)
+        if most is not None and not (is_number and 0 <= value <= most):
+            span = f"from 0 to {most:g}" if most < inf else "of at least 0"
+            raise ConfigError(f"{name} must be a number {span}, got {value!r}")
 
 
 def resolved(

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookahead import LookaheadConfig
 from lookahead.backend.read_prompt import PrefixStore, prefixes_of
 from lookahead.config import check_whole
-from lookahead.decoding.api import with_row_processors
+from lookahead.decoding.api import options_of
 from lookahead.decoding.cache_room import MAX_ROWS, bytes_of_token, cache_tokens_of, rows_of
 from lookahead.decoding.plan import RequestPlan, generator_for
 from lookahead.decoding.prompts import PromptReader
@@ -129,7 +129,7 @@ class DecodingLoop:
         if request.top_logprobs is not None:
             options |= {"output_logits": True, "return_dict_in_generate": True}
         grammars = {"json_schema": request.json_schema, "regex": request.regex, "grammar": request.grammar}
-        options = with_row_processors(self.model, self.tokenizer, None, options, None, grammars)
+        options = options_of(self.model, self.tokenizer, None, options, None, grammars)
         config = self._config if request.drafts else replace(self._config or LookaheadConfig(), proposers=())
         reader = PromptReader(self.model, self.tokenizer, config, **options)
         if request.inputs:
