@@ -26,6 +26,7 @@ import lookahead
 from bench.command import in_turn, parser_of, publish, setting_of, stay_on_cores
 from lookahead import LookaheadConfig
 from lookahead.loading.loading import DEFAULT_MODEL
+from lookahead.stats import total
 from lookahead.summarization.pipeline import SummaryPipeline
 from lookahead.summarization.prompting import DEFAULT_SAMPLING, PromptFitter
 
@@ -61,17 +62,27 @@ def summarize(model: Any, tokenizer: Any, story: str, part: int | None) -> list[
     finally:
         tokenizer.model_max_length = longest
     while pipeline.summary is None:
-        prompts, limit = pipeline.prompts, pipeline.limit
-        asked = {"max_new_tokens": limit, "do_sample": False, "add_special_tokens": False, **DEFAULT_SAMPLING}
+        prompts = pipeline.prompts
         begun = time.process_time()
-        done = lookahead.generate(model, tokenizer, prompts, config=LookaheadConfig(memory="request"), **asked)
-        figures = {"s": time.process_time() - begun, "prompts": len(prompts), "read": done.stats.prompt_tokens}
-        rounds.append({**figures, "tokens": done.stats.emitted_tokens, "passes": done.stats.target_forwards})
-        pipeline.take(done.texts, done.stats, done.finish_reasons[-1])
-    others = LookaheadConfig(proposers=("recycled",), memory="request")
-    apart = lookahead.generate(model, tokenizer, prompts, config=others, **asked) if part else done
-    rounds[-1] |= {"text": pipeline.summary.text, "passes_without": apart.stats.target_forwards}
+        done = _decode(model, tokenizer, prompts, pipeline.limit, LookaheadConfig(memory="request"))
+        stats = total(each.stats for each in done)
+        figures = {"s": time.process_time() - begun, "prompts": len(prompts), "read": stats.prompt_tokens}
+        passes = sum(each.stats.target_forwards for each in done)
+        rounds.append({**figures, "tokens": stats.emitted_tokens, "passes": passes})
+        pipeline.take([each.text for each in done], stats, done[-1].finish_reason or "stop")
+    if part:
+        others = LookaheadConfig(proposers=("recycled",), memory="request")
+        (last,) = _decode(model, tokenizer, prompts, NEW_TOKENS, others)
+        passes = last.stats.target_forwards
+    rounds[-1] |= {"text": pipeline.summary.text, "passes_without": passes}
     return rounds
+
+
+def _decode(model: Any, tokenizer: Any, prompts: list[str], limit: int, config: LookaheadConfig) -> list[Any]:
+    """Decode prompts together, each with the bits that it has alone."""
+    asked = {"max_new_tokens": limit, "do_sample": False, "add_special_tokens": False, **DEFAULT_SAMPLING}
+    done = lookahead.stream_many(model, tokenizer, prompts, rows=len(prompts), config=config, **asked)
+    return sorted(done, key=lambda each: each.index)
 
 
 def main() -> None:
@@ -98,9 +109,9 @@ def main() -> None:
             words, pairs = (max(overlap(text, each, n) for each in plot) for n in (1, 2))
             done[way].append({"words": words, "pairs": pairs, "rounds": rounds})
             print(json.dumps({"way": way, **done[way][-1]}), file=sys.stderr, flush=True)
-    ways = {way: _figures(each) for way, each in done.items()}
-    sizes = {"stories": len(chosen), "story_tokens": mean(tokens for _, _, tokens in chosen)}
-    publish({**setting_of(arguments, "part"), **sizes, "ways": ways}, arguments.output)
+        ways = {way: _figures(each) for way, each in done.items()}
+        sizes = {"stories": at + 1, "story_tokens": mean(tokens for _, _, tokens in chosen[: at + 1])}
+        publish({**setting_of(arguments, "part"), **sizes, "ways": ways}, arguments.output)  # of the stories so far
 
 
 def _figures(stories: list[dict[str, Any]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backend import torch_backend
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
 from lookahead.backend.probes import own_pass, step_logits
@@ -208,6 +209,27 @@ def test_a_pass_in_half_precision_says_that_it_is_exact(tiny_tokenizer: Any) -> 
     result = lookahead.generate(model, tiny_tokenizer, ONE["input_ids"][0], **options)
     assert result.stats.exactness == "bitwise"
     assert ("states by depth", True) in [(each.path, each.serves) for each in lookahead.backend_report(model).paths]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes"),
+    [
+        *((name, torch.float32, [64, 128, 150]) for name in ("Lfm2", "Qwen3Next", "Mamba2", "FalconH1")),
+        ("Mamba", torch.float32, [150]),  # it resets its states in every pass over several tokens
+        ("Qwen3Next", torch.bfloat16, [150]),  # in parts it would have other bits
+    ],
+)
+def test_a_long_prompt_is_read_in_parts_where_no_token_changes(
+    name: str, dtype: torch.dtype, sizes: list[int], tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 64)
+    model, told = build(FAMILIES[name]).to(dtype), list[int]()
+    prompt = torch.from_numpy(np.random.default_rng(0).integers(3, 60, (1, 150)))
+    expected: Any = model.generate(prompt, do_sample=False, max_new_tokens=12, pad_token_id=0)
+    options: Any = {"do_sample": False, "max_new_tokens": 12, "on_prefill": lambda done, of: told.append(done)}
+    result = lookahead.generate(model, tiny_tokenizer, prompt[0], **options)
+    assert told == [0, *sizes]
+    assert result.token_ids[0] == expected[0, 150:].tolist()
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5", "FalconH1"])

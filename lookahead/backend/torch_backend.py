@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ class TorchBackend:
         shape: Whether `score` takes trees, or only chains.
         hidden_layers: Indices in `output_hidden_states` of the hidden states to keep.
         make_inputs: Makes the `ModelInputs` of the model and its cache.
+        continues: Tells whether recurrent layers can continue a text by a pass over several tokens.
     """
 
     warm_ups = 0  # passes of a shape before its later ones are as fast as they will be
@@ -61,10 +62,11 @@ class TorchBackend:
         shape: Shape = "trees",
         hidden_layers: Sequence[int] = (),
         make_inputs: MakeInputs = ModelInputs,
+        continues: Callable[[], bool] = bool,
     ) -> None:
         plan = plan_of(model)
         self._model, self._rows, self._device, self._make_inputs = model, rows, plan.device, make_inputs
-        self._takes_masks = shape == "trees"
+        self._takes_masks, self._continues = shape == "trees", continues
         self._scope: AttentionScope | None = None
         if self._takes_masks and plan.registers_attention:
             self._scope = plan.part("attention", plan.form, partial(AttentionScope, model))
@@ -269,9 +271,9 @@ class TorchBackend:
             logits = self._forward(TreePass(slots, self._device, prompt=(chunk, keep)), BitPolicy.BATCH)
             last.update({int(row): logits[row, column] for row, column in zip(ending, place, strict=True)})
             hidden.append(self.hidden)
+            if self.cache.states:
+                self.cache.end_prompt(slots.first)
             report(min(start + size, width), width)
-        if self.cache.states:
-            self.cache.end_prompt(slots.first)
         committed[:] = lengths - 1
         whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self.hidden}
         self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
@@ -285,8 +287,9 @@ class TorchBackend:
         # causal attention the memory of a pass grows quadratically with its tokens.
         is_fused = self._has_sdpa and not cached.any() and not any(self._windows)
         is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
-        is_whole = is_whole or self._reads_at_once or bool(self.cache.states)
-        return width if is_whole else PREFILL_CHUNK
+        if self.cache.states and width > PREFILL_CHUNK:  # their bits depend on the tokens of a pass
+            is_whole = self._is_half or not self._continues()
+        return width if is_whole or self._reads_at_once else PREFILL_CHUNK
 
     def score(
         self,

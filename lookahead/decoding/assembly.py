@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.backend import self_check
+from lookahead.backend import probes, self_check
 from lookahead.backend.choice import backend_for, records_graphs
 from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.config import LookaheadConfig
@@ -137,6 +137,7 @@ def assemble(
         has_kernels=policy is BitPolicy.SOLO or has_kernels(model, policy, shape),
         packs_prompts=reading is None and rows > 1 and self_check.packs_prompts(model, policy),
         shares_beginnings=partial(self_check.shares_beginnings, model),
+        continues=partial(probes.continues_texts, model),
         make_inputs=kind.make_inputs(encoded) if reading is None else partial(PromptInputs, reading=reading),
     )
     ways: Any = {"policy": policy, "keep_cache": common.keep_cache, "isolates": isolates}
