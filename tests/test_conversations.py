@@ -33,6 +33,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("read", [0, 1, 3])
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("name", ["Llama", "Lfm2", "Qwen3Next", "Gemma3", "Mamba"])

@@ -47,6 +47,7 @@ def text_of(tokenizer: Any, tokens: Any) -> tuple[str, bool]:
     return tokenizer.decode(ids, skip_special_tokens=True), END in ids or OTHER_END in ids
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", GRAMMARS)
@@ -106,6 +107,7 @@ def test_forced_tokens_are_drafted_behind_those_of_other_sources(model, tokenize
     assert max(stats.acceptance_histogram) > 4
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("draft", ["fixed", "auto"])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_drafts_that_are_always_wrong_change_no_token(model, tokenizer, draft, do_sample):

@@ -170,10 +170,7 @@ _OTHER_FEATURES = {
     *("norm behind attention", "clipped QKV"),
 }
 # Run by default although another family represents their kind of attention.
-_WELL_KNOWN = {
-    *("Llama-MQA", "Qwen2", "Qwen3", "Phi3", "Gemma", "Mixtral", "GPTNeoX", "OPT", "Falcon-new", "DeepseekV3", "Bloom"),
-    *("Gemma3", "Qwen3Moe", "Mamba", "T5", "MBart"),
-}
+_WELL_KNOWN = {"Qwen2", "Qwen3", "Mixtral", "DeepseekV3", "Gemma3", "T5"}
 
 
 def cases(families: Iterable[Family], *, by_feature: bool = False) -> list[Any]:
