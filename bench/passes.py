@@ -3,6 +3,7 @@
     python -m bench.passes --dtype bf16
     python -m bench.passes --dtype bf16 --quantize int8
     python -m bench.passes --dtype bf16 --threads 2
+    python -m bench.passes --dtype bf16 --stored
     python -m bench.passes --model DIR --dtype fp32 --contexts 300,8000,32000 --nodes 1,8,64
 
 Our ways take turns with one step of transformers: "exact" lets every node attend alone (half precision only), "fast"
@@ -11,6 +12,8 @@ several. Behind more than 1,024 tokens the keys and values of the first 1,024 re
 
 A perfect pass reads every weight, key and value once at the measured bandwidth of the threads, or multiplies at their
 measured peak, whichever takes longer. "% of perfect" is its time over the time of the way.
+
+With `--stored` weights are multiplied as stored, as on a machine without room for packed copies of them.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from transformers import DynamicCache, PreTrainedModel
 from bench.command import parser_of, publish, seconds_of, setting_of, stay_on_cores, timer_of
 from lookahead import load
 from lookahead.backend.choice import backend_for
+from lookahead.backend.cpu import linears
 from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.drafting.tree import TokenTree
@@ -149,8 +153,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--contexts", default="60,700", help="tokens, with commas between them")
     parser.add_argument("--nodes", default="1,4,8,16,32", help="likewise")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--stored", action="store_true", help="without packed copies of weights")
     arguments = parser.parse_args(argv)
     stay_on_cores(arguments.core, arguments.threads)
+    if arguments.stored:
+        linears._SHARE_OF_MEMORY = 0.0
     clock = timer_of(arguments.threads)
     model = load(arguments.model, dtype=arguments.dtype, device="cpu", quantize=arguments.quantize).model
     bandwidth, peak = machine(model.dtype, clock)

@@ -221,7 +221,7 @@ def _emit_floats(tile: _Tile) -> list[Any]:
     def held() -> list[Any]:
         return [tile.builder.load(place, align=4) for place in tile.places]
 
-    sums = _emit_terms(tile, held() if tile.kind in ("fours", "pairs") else [_ZERO] * len(tile.places))
+    sums = _emit_terms(tile, held() if tile.kind in ("fours", "pairs", "more") else [_ZERO] * len(tile.places))
     return [tile.builder.fadd(*each) for each in zip(held(), sums, strict=True)] if tile.kind == "sums" else sums
 
 
@@ -350,6 +350,7 @@ def half_of(builder: Any, pairs: Any, part: int) -> Any:
 _KINDS: dict[str, tuple[Callable[[_Tile], list[Any]], Callable[..., Any], Callable[..., Any] | None, int]] = {
     "product": (_emit_floats, _emit_product, None, 1),
     "sums": (_emit_floats, _emit_product, None, 1),
+    "more": (_emit_floats, _emit_product, None, 1),
     "fours": (_emit_floats, _emit_four, None, 4),
     "pairs": (_emit_floats, _emit_pair_of_fours, None, 2),
     "quarters": (_emit_quarters, _emit_product, None, 1),

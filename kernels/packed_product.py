@@ -25,7 +25,7 @@ from lookahead.kernels.jobs import Job, claim_part, run
 from lookahead.kernels.large_pages import zeros
 from lookahead.kernels.microkernel import CACHE_LINE, FEATURES, HALVES, LANES, MOST_ROWS, tile_of
 from lookahead.kernels.scalars import jit_part, narrow, widen
-from lookahead.kernels.shuffles import store_rows, transpose
+from lookahead.kernels.shuffles import fetch_rows, store_rows, transpose
 from lookahead.utils.addresses import array_at
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
@@ -34,6 +34,9 @@ _SHARED, _EACH = 10, 5  # numbers that a call of the kernel receives, and number
 HAS_DOT = bool(FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
 _SUMS = 2 * HALVES  # sums per row and output in bfloat16 with AVX2
 _IN_CACHE = 512  # rows that every part of a weight is multiplied by at a time: more leave a cache before the next part
+_LINE = CACHE_LINE // 4  # float32 of a cache line
+_SQUARES = _LINE // LANES  # of registers, which have as many bytes as `fetch_rows` prefetches
+_PART_OF_BLOCK = 64  # terms of a panel as stored that are laid out at a time
 _AT_ONCE = 512  # approximate lines of a quantized panel that are multiplied at a time
 # Most rows of a tile, rows from which memory is prefetched, and fewest tiles then, as measured on a Zen 4: for products
 # in one step, and for 64 sums added by halves.
@@ -52,9 +55,9 @@ def is_supported(weight: Tensor) -> bool:
 
 
 class PackedWeight(NamedTuple):
-    """A packed weight, and the sizes that every product needs."""
+    """A weight as our kernel takes it, and the sizes that every product needs."""
 
-    packed: Tensor  # in the layout of `pack` or of a kernel
+    packed: Tensor  # in the layout of `pack` or of a kernel; `[outputs, terms]` as the model stores it
     outputs: int
     block: int  # inputs whose products are added before the sums of blocks are added; even
     panels: int
@@ -71,6 +74,24 @@ class PackedWeight(NamedTuple):
         if kernel:
             prepared = terms // kernel.group.lines * kernel.group.blocks * kernel.group.row_words
         return cls(packed, outputs, block, panels, terms, max(1, _PART * panels // packed.nbytes), kernel, prepared)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether this is the memory of the model's own weight."""
+        return self.packed.dim() == 2
+
+
+def as_stored(weight: Tensor, block: int) -> PackedWeight:
+    """A contiguous weight `[outputs, inputs]` without a copy, for products with the bits of a packed one.
+
+    A panel is laid out in a near cache before rows are multiplied by it, which takes about half as long again.
+    """
+    outputs, terms = (own := weight.detach().view(_TERM[weight.dtype])).shape
+    panels = -(-outputs // COLUMNS)
+    has_halves = weight.dtype == torch.bfloat16 and not HAS_DOT
+    own, block = (weight.detach(), _SUMS) if has_halves else (own, block)
+    together = max(1, _PART * panels // weight.nbytes)
+    return PackedWeight(own, outputs, block, panels, terms, together, None, 2 * terms if has_halves else 0)
 
 
 def pack(weight: Tensor, block: int) -> PackedWeight:
@@ -99,23 +120,42 @@ def pack_panels(terms: Tensor, packed: Tensor, apart: int | None = None) -> None
 
 
 def _lay_out(address: Any) -> None:
-    """Transpose panel by panel, one square of registers at a time."""
+    """Lay out panel by panel."""
     _, panels, terms_at, packed_at, outputs, count, apart = array_at(address, (7,), np.int64)
     terms = array_at(terms_at, (outputs * count,), np.float32)
-    packed, step = array_at(packed_at, (panels * count * COLUMNS,), np.float32), count // apart * COLUMNS
+    packed = array_at(packed_at, (panels * count * COLUMNS,), np.float32)
     panel = claim_part(address)
     while panel < panels:
-        for column in range(0, min(COLUMNS, outputs - panel * COLUMNS), LANES):
-            row, first = panel * COLUMNS + column, panel * count * COLUMNS + column
-            whole = count // LANES * LANES if row + LANES <= outputs else 0
-            for term in range(0, whole, LANES):
-                place = first + term % apart * step + term // apart * COLUMNS
-                transpose((terms, row * count + term, count), (packed, place, step))
-            for term in range(whole, count):
-                place = first + term % apart * step + term // apart * COLUMNS
-                for i in range(min(LANES, outputs - row)):
-                    packed[place + i] = terms[(row + i) * count + term]
+        to = packed[panel * count * COLUMNS : (panel + 1) * count * COLUMNS]
+        _lay_out_panel((terms, panel * COLUMNS, outputs, count), (0, count), to, apart, _SQUARES)
         panel = claim_part(address)
+
+
+@jit_part
+def _lay_out_panel(weight, some, panel, apart, every):
+    """Lay some terms of a panel out, one square of registers at a time.
+
+    Args:
+        weight: The terms `[outputs, terms]` as float32, the first output of the panel, and both sizes.
+        some: The first of the terms, and their number.
+        panel: The array to fill.
+        apart: Terms at this distance are adjacent.
+        every: Squares for which as many bytes of the next panel are prefetched as `fetch_rows` takes.
+    """
+    (values, row, outputs, count), (begin, number) = weight, some
+    step, rows, ahead = count // apart * COLUMNS, min(COLUMNS, outputs - row), (row + COLUMNS) * count + begin * COLUMNS
+    for column in range(0, rows, LANES):
+        whole = number // LANES * LANES if column + LANES <= rows else 0
+        for term in range(0, whole, LANES):
+            if term // LANES % every == 0:
+                fetch_rows((values, ahead, _LINE))
+                ahead += LANES * _LINE
+            place = term % apart * step + term // apart * COLUMNS + column
+            transpose((values, (row + column) * count + begin + term, count), (panel, place, step))
+        for term in range(whole, number):
+            place = term % apart * step + term // apart * COLUMNS + column
+            for i in range(min(LANES, rows - column)):
+                panel[place + i] = values[(row + column + i) * count + begin + term]
 
 
 def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -174,20 +214,27 @@ def product(
         places = each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
         of_job += (*places, each.panels, each.outputs)
         parts += -(-each.panels // together)
-    entry = kernel.multiply[x.dtype] if kernel else _ENTRIES[packed.dtype, x.dtype]
+    entry = kernel.multiply[x.dtype] if kernel else _ENTRIES[packed.dtype, packed.dim() == 2]
     return [*jobs, (entry, parts, of_job, (weights, left, biases, outs))]
 
 
 _tile: Any = tile_of(2, "sums", range(1, MOST_ROWS + 1))
+_tile_of_part: Any = tile_of(2, "more", range(1, MOST_ROWS + 1))
 _tile_of_halves: Any = tile_of(2, "halves", range(1, MOST_ROWS + 1))
 
 
-def multiplying(types: tuple[Any, Any, Any], add: Any, tiling: tuple[int, int, int]) -> Callable[[Any], None]:
-    """A job function that multiplies, given the dtypes of rows, weight and results."""
+def multiplying(
+    types: tuple[Any, Any, Any], add: Any, tiling: tuple[int, int, int], apart: int = 0
+) -> Callable[[Any], None]:
+    """A job function that multiplies, given the dtypes of rows, weight and results.
+
+    Weights are packed, or as stored if `apart` is not 0: terms at this distance are then added after one another, and
+    -1 stands for the order of the inputs.
+    """
     left, kind, number = types
 
     def multiply_panels(address: Any) -> None:
-        _multiply(address, left, kind, number, add, tiling)
+        _multiply(address, left, kind, number, add, tiling, apart)
 
     return multiply_panels
 
@@ -214,13 +261,19 @@ def _add_products(left, right, out, rows, lines):
 
 
 @jit_part
+def _add_part(left, right, out, rows, lines):
+    """Add the products of a part of a block to those of earlier parts."""
+    _tile_of_part((*left, 1), right, out, rows, lines)
+
+
+@jit_part
 def _add_by_halves(left, right, out, rows, lines):
     """Sum every 64th product. Then add each sum to the one 32 further on, these to those 16 further on, and so on."""
     _tile_of_halves((*left, 2), right, out, rows, 2 * lines // _SUMS)
 
 
 @jit_part
-def _multiply(address, left, kind, number, add, tiling):
+def _multiply(address, left, kind, number, add, tiling, apart):
     """Multiply panel by panel, `lines` lines at a time, which stay in a near cache for all tiles of rows.
 
     While a tile is multiplied, its share of the next lines is prefetched. With few rows the CPU waits for memory
@@ -231,6 +284,7 @@ def _multiply(address, left, kind, number, add, tiling):
     """
     _, parts, x_at, rows, length, step, terms, lines, numbers, together = array_at(address, (_SHARED,), np.int64)
     x, sums = array_at(x_at, (rows * step,), left), np.empty(rows * COLUMNS, np.float32)
+    laid_out = np.empty((lines if apart > 0 else _PART_OF_BLOCK) * COLUMNS, np.float32)
     most, fetched, fewest = tiling
     tiles = max(-(-rows // most), fewest if rows >= fetched else 1)
     share = -(-CACHE_LINE // tiles)
@@ -247,15 +301,42 @@ def _multiply(address, left, kind, number, add, tiling):
             sums[:], at = -0.0, 0  # neutral: adding any number, even -0, gives that number
             for line in range(0, terms, lines):
                 count, place, end = min(lines, terms - line), (panel * terms + line) * COLUMNS, 0
-                for tile in range(tiles):
-                    first, end, ahead, apart = end, rows * (tile + 1) // tiles, place, 0
+                if apart:
+                    own = array_at(packed_at, (outputs * terms,), np.float32), panel * COLUMNS, outputs, terms
+                    near = laid_out, laid_out.view(kind), (packed_at - laid_out.ctypes.data) // 4
+                    _add_stored((x, at, length, step), own, (line, count), near, (sums, rows, tiles), add, apart)
+                for tile in range(0 if apart else tiles):
+                    first, end, ahead, fetch = end, rows * (tile + 1) // tiles, place, 0
                     if rows >= fetched:  # fetching a line twice costs less than missing one
-                        ahead, apart = place + (lines + count * tile // tiles) * COLUMNS, share
-                    right, to = (packed, place, COLUMNS, ahead, apart), (sums, first * COLUMNS, COLUMNS)
-                    add((x, at + first * length, step), right, to, end - first, count)
+                        ahead, fetch = place + (lines + count * tile // tiles) * COLUMNS, share
+                    to = sums, first * COLUMNS, COLUMNS
+                    add((x, at + first * length, step), (packed, place, COLUMNS, ahead, fetch), to, end - first, count)
                 at += numbers
             _store(sums, bias, bias_at != 0, out, rows, panel * COLUMNS, outputs)
         part = claim_part(address)
+
+
+@jit_part
+def _add_stored(left, weight, some, near, to, add, apart):
+    """Add the products of a block of a panel as stored, part by part, each laid out in a near cache for all rows.
+
+    While a part is laid out, half of that part of the next panel is prefetched, and the other half while it is
+    multiplied: a CPU waits for few lines at a time.
+    """
+    (x, at, length, step), (_, row, _, terms), (line, count), (sums, rows, tiles) = left, weight, some, to
+    laid_out, right, before = near
+    block, part = np.zeros(rows * COLUMNS, np.float32), _PART_OF_BLOCK if apart < 0 else count
+    fetch = -(-CACHE_LINE // (2 * tiles))
+    for begin in range(0, count, part):
+        number, end = min(part, count - begin), 0
+        _lay_out_panel(weight, (line + begin, number), laid_out, terms if apart < 0 else apart, 2 * _SQUARES)
+        ahead = before + (row + COLUMNS) * terms + (line + begin + number // 2) * COLUMNS
+        for tile in range(tiles):
+            first, end = end, rows * (tile + 1) // tiles
+            own = right, 0, COLUMNS, ahead + number * tile // (2 * tiles) * COLUMNS, fetch
+            add((x, at + begin + first * length, step), own, (block, first * COLUMNS, COLUMNS), end - first, number)
+    for i in range(len(block)):
+        sums[i] += block[i]
 
 
 @jit_part
@@ -273,9 +354,12 @@ def _store(sums, bias, has_bias, out, rows, begin, outputs):
                 out[row * outputs + begin + i] = narrow(sums[row * COLUMNS + i], out[0])
 
 
-# By the dtypes of a packed weight and of rows.
+# By the dtype of a weight, and whether it is as stored.
 _ENTRIES = {
-    (torch.float32, torch.float32): multiplying((np.float32, np.float32, np.float32), _add_products, _TILING),
-    (torch.int32, torch.bfloat16): multiplying((np.int32, np.int32, np.uint16), _add_products, _TILING),
-    (torch.bfloat16, torch.bfloat16): multiplying((np.float32, np.int32, np.uint16), _add_by_halves, _TILING_OF_HALVES),
+    (torch.float32, False): multiplying((np.float32, np.float32, np.float32), _add_products, _TILING),
+    (torch.float32, True): multiplying((np.float32, np.float32, np.float32), _add_part, _TILING, -1),
+    (torch.int32, False): multiplying((np.int32, np.int32, np.uint16), _add_products, _TILING),
+    (torch.int32, True): multiplying((np.int32, np.int32, np.uint16), _add_part, _TILING, -1),
+    (torch.bfloat16, False): multiplying((np.float32, np.int32, np.uint16), _add_by_halves, _TILING_OF_HALVES),
+    (torch.bfloat16, True): multiplying((np.float32, np.int32, np.uint16), _add_by_halves, _TILING_OF_HALVES, HALVES),
 }

@@ -48,7 +48,12 @@ def test_a_decoder_packs_the_weights_of_its_passes_and_none_that_read_the_input(
 ) -> None:
     family, packed, pack = ENCODER_DECODERS[name], [], linears._pack
     more = {"max_position_embeddings": 160} if name == "Bart" else {}
-    monkeypatch.setattr(linears, "_pack", lambda weight, *rest: packed.append(weight.data_ptr()) or pack(weight, *rest))
+
+    def recorded(weight: torch.Tensor, *rest: Any, **options: Any) -> Packed | None:
+        packed.append(weight.data_ptr())
+        return pack(weight, *rest, **options)
+
+    monkeypatch.setattr(linears, "_pack", recorded)
     long = {"input_ids": torch.randint(3, 101, (2, 140), generator=torch.Generator().manual_seed(0))}
     once = {".encoder_attn.k_proj", ".encoder_attn.v_proj", ".EncDecAttention.k", ".EncDecAttention.v"}
     one = {name: each[:1] for name, each in long.items()}

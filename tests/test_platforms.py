@@ -73,7 +73,8 @@ import torch
 from lookahead.kernels import packed_product
 weight = torch.ones(40, 64, dtype=torch.bfloat16)
 if packed_product.is_supported(weight):
-    packed_product.multiply(packed_product.pack(weight, 512), weight[:3], None)
+    of_packed = packed_product.multiply(packed_product.pack(weight, 512), weight[:3], None)
+    assert torch.equal(of_packed, packed_product.multiply(packed_product.as_stored(weight, 512), weight[:3], None))
 """
     settings = {"PYTHONPATH": str(ROOT), "NUMBA_CPU_NAME": name, "NUMBA_CACHE_DIR": str(tmp_path), **features}
     done = subprocess.run([sys.executable, "-c", script], env=os.environ | settings, capture_output=True, timeout=600)

@@ -32,24 +32,26 @@ def takes(dtype: torch.dtype, inputs: int = SIZES) -> bool:
 
 needs_halves = pytest.mark.skipif(not takes(torch.bfloat16), reason="no kernel for bfloat16 on this CPU")
 own_types = pytest.mark.parametrize("dtype", [each for each in (torch.float32, torch.bfloat16) if takes(each)])
+forms = pytest.mark.parametrize("form", [packed_product.pack, packed_product.as_stored])
 
 
 @own_types
+@forms
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 1536), (37, 2050), (1, 2), (33, 514)])
 @pytest.mark.parametrize("rows", [1, 3, 7, 8, 31, 32, 75])
-def test_products_in_blocks_agree_with_those_in_float64(rows, outputs, inputs, dtype):
+def test_products_in_blocks_agree_with_those_in_float64(rows, outputs, inputs, form, dtype):
     inputs = inputs if takes(dtype, inputs) else -(-inputs // SIZES) * SIZES
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
     error = 0.005 if dtype == torch.bfloat16 else 4e-6
     for each in (None, bias):
-        got = packed_product.multiply(packed_product.pack(weight, 512), x, each)
+        got = packed_product.multiply(form(weight, 512), x, each)
         expected = linear(x.double(), weight.double(), None if each is None else each.double())
         assert got.shape == (rows, outputs) and got.dtype == dtype
         assert (got - expected).abs().max() <= error * expected.abs().max()
-        alone = [packed_product.multiply(packed_product.pack(weight, 512), row, each) for row in x.split(1)]
+        alone = [packed_product.multiply(form(weight, 512), row, each) for row in x.split(1)]
         assert torch.equal(got, torch.cat(alone)), "a row's bits do not depend on the others"
         moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(rows, inputs)
-        assert torch.equal(packed_product.multiply(packed_product.pack(weight, 512), moved, each), got)
+        assert torch.equal(packed_product.multiply(form(weight, 512), moved, each), got)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -58,10 +60,28 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @own_types
-@pytest.mark.parametrize(("outputs", "inputs"), [(70, 1100), (37, 2050), (1, 2), (33, 514)])
-def test_a_row_has_the_same_bits_among_any_number_of_others(outputs, inputs, dtype):
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 1100), (37, 2050), (1, 2), (48, 64), (30, 130), (32, 3136)])
+@pytest.mark.parametrize("rows", [1, 4, 9, 17])
+def test_a_weight_as_stored_gives_the_bits_of_a_packed_one_without_a_copy(rows, outputs, inputs, dtype):
     inputs = inputs if takes(dtype, inputs) else -(-inputs // SIZES) * SIZES
-    x, weight = torch.randn(70, inputs).to(dtype), packed_product.pack(torch.randn(outputs, inputs).to(dtype), 512)
+    whole, x, bias = (torch.randn(*shape).to(dtype) for shape in ((outputs + 3, inputs), (rows, inputs), (outputs,)))
+    weight = whole[3:]  # which does not begin where its memory does
+    stored = packed_product.as_stored(weight, 512)
+    assert stored.packed.data_ptr() == weight.data_ptr()
+    for each in (None, bias):
+        expected = packed_product.multiply(packed_product.pack(weight, 512), x, each)
+        assert torch.equal(bits(packed_product.multiply(stored, x, each)), bits(expected))
+        weight.mul_(-0.5)
+        halved = packed_product.multiply(packed_product.pack(weight, 512), x, each)
+        assert torch.equal(bits(packed_product.multiply(stored, x, each)), bits(halved)), "a change is seen at once"
+
+
+@own_types
+@forms
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 1100), (37, 2050), (1, 2), (33, 514)])
+def test_a_row_has_the_same_bits_among_any_number_of_others(outputs, inputs, form, dtype):
+    inputs = inputs if takes(dtype, inputs) else -(-inputs // SIZES) * SIZES
+    x, weight = torch.randn(70, inputs).to(dtype), form(torch.randn(outputs, inputs).to(dtype), 512)
     alone = torch.cat([packed_product.multiply(weight, row, None) for row in x.split(1)])
     for rows in (*range(1, 21), 70):
         got = packed_product.multiply(weight, x[-rows:], None)
@@ -69,10 +89,11 @@ def test_a_row_has_the_same_bits_among_any_number_of_others(outputs, inputs, dty
 
 
 @own_types
+@forms
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 3.0e38])
 @pytest.mark.parametrize("rows", [2, 7, 20])
-def test_a_row_that_is_not_finite_changes_no_other(rows, wrong, dtype):
-    x, weight = torch.randn(rows, 1536).to(dtype), packed_product.pack(torch.randn(70, 1536).to(dtype), 512)
+def test_a_row_that_is_not_finite_changes_no_other(rows, wrong, form, dtype):
+    x, weight = torch.randn(rows, 1536).to(dtype), form(torch.randn(70, 1536).to(dtype), 512)
     before, x[rows // 2] = packed_product.multiply(weight, x, None), wrong
     got, others = packed_product.multiply(weight, x, None), torch.arange(rows) != rows // 2
     assert torch.equal(bits(got[others]), bits(before[others]))
@@ -93,12 +114,13 @@ def test_a_sum_of_zero_has_the_sign_of_torch_where_its_order_is_kept():
 
 
 @own_types
-def test_products_on_several_threads_have_the_same_bits(dtype):
+@forms
+def test_products_on_several_threads_have_the_same_bits(form, dtype):
     before, (x, weight) = torch.get_num_threads(), (torch.randn(n, 1536).to(dtype) for n in (17, 2000))
     products = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        products += [packed_product.multiply(packed_product.pack(weight, 512), x, None) for _ in range(4)]
+        products += [packed_product.multiply(form(weight, 512), x, None) for _ in range(4)]
     torch.set_num_threads(before)
     assert all(torch.equal(each, products[0]) for each in products)
 

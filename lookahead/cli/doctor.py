@@ -20,6 +20,7 @@ from lookahead.loading import loading
 _PRODUCTS = {
     "kernel": "packed, multiplied by a kernel of lookahead",
     "onednn": "packed, multiplied by oneDNN",
+    "stored": "as the model holds them, multiplied by a kernel of lookahead",
     "quantized": "quantized, multiplied by a kernel of lookahead",
     "torch": "multiplied by torch",
 }
@@ -99,7 +100,8 @@ def _model_lines(model: dict[str, Any], bytes_per_s: float) -> Iterator[str]:
     packed = f"packed copies of weights: {decimal(model['packed_weights'])}"
     yield f"  weights: {decimal(weights)}, read in {1e3 * weights / bytes_per_s:.2f} ms at best; {packed}"
     if model["resident"] is not None:
-        yield f"  memory of this process: {decimal(model['resident'])}"
+        files = f"{decimal(model['resident_files'] or 0)} of it pages of files, which the system can drop"
+        yield f"  memory of this process: {decimal(model['resident'])}, {files}"
     copied = model["self_draft"]
     yield f"  {copied['reason'] or 'the copy of --self-draft would take ' + decimal(copied['bytes'])}"
     for each in model["products"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 from collections import Counter
@@ -151,7 +150,8 @@ def model_facts(loaded: LoadedModel) -> Facts:
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": weight_count(model),
         "weights": sum(parameter.nbytes for parameter in model.parameters()),
-        "resident": _resident_bytes(),
+        "resident": _resident_bytes("VmRSS"),
+        "resident_files": _resident_bytes("RssFile"),
         "products": _products(model),
         "packed_weights": sum(linear.nbytes for linear in state_of(model).linears.values()),
         "self_draft": _self_draft(model),
@@ -181,10 +181,11 @@ def _products(model: Any) -> list[Facts]:
     return [{"layers": count, **dict(zip(fields, kind, strict=True))} for kind, count in kinds.items()]
 
 
-def _resident_bytes() -> int | None:
-    """Resident memory of this process in bytes."""
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+def _resident_bytes(kind: str) -> int | None:
+    """Resident memory of this process in bytes: all of it, or pages of files, by the name of a line of its status."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return int(next(line for line in lines if line.startswith(f"{kind}:")).split()[1]) << 10
     return None
 
 

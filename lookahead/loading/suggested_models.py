@@ -51,12 +51,12 @@ class Suggestion:
 def suggestions(memory: int, bytes_per_s: float, *, is_cpu: bool) -> Iterator[Suggestion]:
     """The models that fit into `memory` bytes, small ones first.
 
-    On a CPU the packed copy of bf16 weights counts too, which takes at most a quarter of the memory; int4 is for a CPU.
+    On a CPU the packed copy of bf16 weights counts too, if it takes at most a quarter of the memory; int4 is for a CPU.
     """
     for name, millions in _CATALOG.items():
         for dtype in ("bf16", "int4") if is_cpu else ("bf16",):
             weights = _BYTES[dtype] * millions * 1e6
-            packed = min(weights, memory / 4) if is_cpu and dtype == "bf16" else 0
+            packed = weights if is_cpu and dtype == "bf16" and weights <= memory / 4 else 0
             needed = int(_ROOM * (weights + packed))
             if needed <= memory:
                 yield Suggestion(name, millions * 1_000_000, dtype, needed, bytes_per_s / weights)

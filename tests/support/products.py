@@ -21,7 +21,8 @@ from lookahead.utils.machine import machine_fingerprint
 
 ASKED = [
     (product_choice._FEW_ROWS, product_choice._GAIN),
-    ((1,), linears._ONE_ROW),
+    ((1,), linears._WHOLE_LAYERS),
+    (product_choice._FEW_ROWS, linears._WHOLE_LAYERS),
     (linears._MANY_ROWS, product_choice._GAIN),
 ]
 """Every comparison of products that linear layers request."""

@@ -206,7 +206,7 @@ class CpuBackend(TorchBackend):
             ),
             *([PathReport("quantized layers", True, quantized)] if quantized else []),
             *([PathReport("states by kernels", mixers > 0, apart or mixed)] if states else []),
-            PathReport("packed weights", linears.packs, apart or packed),
+            PathReport("packed weights", linears.packs and linears.copies, apart or packed),
             PathReport("fused layers", bool(fused.layers), apart or "; ".join(filter(None, (share, fused.reason)))),
             PathReport("passes as one call", not one_call, apart or one_call or shared),
         ]  # fmt: skip

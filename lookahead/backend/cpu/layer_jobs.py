@@ -353,7 +353,7 @@ class LayerJobs:
             is_whole = part.outputs == weight.outputs
             weights.append(weight if is_whole else part_of(weight, part))
             biases.append(bias if is_whole or bias is None else bias[part.first : part.first + part.outputs])
-        kinds = [(weight.packed.dtype, weight.kernel) for weight in weights]
+        kinds = [(weight.packed.dtype, weight.is_stored, weight.kernel) for weight in weights]
         # Consecutive weights of one type share a job.
         ends = [at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]]
         for pair in pairwise((0, *ends, len(kinds))):
@@ -364,8 +364,9 @@ class LayerJobs:
 
 def part_of(weight: PackedWeight, part: Product) -> PackedWeight:
     """The weight of some outputs of a packed weight, which begin with a panel."""
-    panels = weight.packed[part.first // COLUMNS : -(-(part.first + part.outputs) // COLUMNS)]
-    return weight._replace(packed=panels, outputs=part.outputs, panels=len(panels))
+    end, panels = part.first + part.outputs, -(-part.outputs // COLUMNS)
+    own = slice(part.first, end) if weight.is_stored else slice(part.first // COLUMNS, -(-end // COLUMNS))
+    return weight._replace(packed=weight.packed[own], outputs=part.outputs, panels=panels)
 
 
 def has_own_panels(part: Product) -> bool:

@@ -44,18 +44,23 @@ _UNPACKED_ROWS = 32  # float32 rows from which oneDNN is faster than torch's BLA
 _MAX_PACKED_ROWS = 128  # float32 rows that are multiplied by packed weights; no weight is packed for more
 _MANY_ROWS = (64,)
 _FEWEST_ROWS = 8  # of one product in a larger layer
-_ONE_ROW = 1.15  # time of one row relative to torch, up to which our kernel is used: it does whole layers at once
+_WHOLE_LAYERS = 1.15  # time relative to torch up to which our kernel does one row, or weights as stored: it saves calls
 
 
 class PackedLinear:
-    """The packed weights of one linear layer. A copy of the model starts without them."""
+    """The packed weights of one linear layer. A copy of the model starts without them.
+
+    Attributes:
+        copies: Whether weights are packed; else our kernel multiplies by the model's own memory.
+        found: By pass, threads and rows, the weight with its version and what `_find` found for them.
+    """
 
     def __init__(self) -> None:
+        self.copies = True
         self._own: Tensor | None = None
         self._version = 0
         self._digest: int | None = None  # of the weight, by the model's stamp
         self._packed: dict[BitPolicy, Packed | None] = {}
-        # By pass, threads and rows, the weight with its version and what `_find` found for them.
         self.found: dict[tuple[CpuPass, int, int], tuple[Tensor, int, Packed | None]] = {}
 
     def __reduce__(self) -> Any:
@@ -64,21 +69,24 @@ class PackedLinear:
     @property
     def nbytes(self) -> int:
         """Bytes of the packed copies. oneDNN does not report a size; its copy counts as much as the weight."""
-        copies = {id(value.product): value.own for value in self._packed.values() if value is not None}
+        values = [value for value in self._packed.values() if value is not None and not value.layout.is_stored]
+        copies = {id(value.product): value.own for value in values}
         weight = 0 if self._own is None else self._own.nbytes
         return sum(weight if own is None else own.packed.nbytes for own in copies.values())
 
     @property
     def product(self) -> str:
-        """The product in use: "kernel" or "onednn" for packed weights, "torch" if none is packed."""
+        """The product in use: "kernel" or "onednn" for packed weights, "stored" without a copy, or "torch"."""
         found = next((value for value in self._packed.values() if value is not None), None)
-        return "torch" if found is None else "onednn" if found.own is None else "kernel"
+        if found is None or found.own is None:
+            return "torch" if found is None else "onednn"
+        return "stored" if found.layout.is_stored else "kernel"
 
-    def check(self, digest: int | None) -> None:
+    def check(self, digest: int | None, *, copies: bool) -> None:
         """Drop packed weights if the weight has another digest: writes through `.data` do not increment its version."""
         self.found.clear()  # torch's settings may have changed too
-        if digest != self._digest:
-            self._own, self._digest = None, digest
+        if digest != self._digest or copies != self.copies:
+            self._own, self._digest, self.copies = None, digest, copies
 
     def weight(self, layer: nn.Linear | Conv1D, policy: BitPolicy = BitPolicy.ROUNDED) -> Packed | None:
         """A packed weight with the bits of `policy`, repacked if the weight has changed; None if torch is used."""
@@ -91,7 +99,7 @@ class PackedLinear:
             self._own, self._version = own, own._version
         if policy not in self._packed:
             others = [value for value in self._packed.values() if value is not None]
-            self._packed[policy] = _pack(matrix_of(layer), layer.bias, policy, others)
+            self._packed[policy] = _pack(matrix_of(layer), layer.bias, policy, others, copies=self.copies)
             thread.is_cold = True
         return self._packed[policy]
 
@@ -110,11 +118,13 @@ class LinearScope:
     """Lets a model's linear layers use packed weights, only on threads that run one of our passes.
 
     The first pass that needs a packed weight makes it; it is kept until the model goes or the weight changes. Layers
-    that are quantized, sharded, offloaded, adapted or not on the CPU stay as they are. If weights must not be packed,
-    float32 products of many rows still use oneDNN.
+    that are quantized, sharded, offloaded, adapted or not on the CPU stay as they are. If packed copies would take too
+    much memory, our kernel multiplies by the weights as stored. If weights must not be packed, float32 products of many
+    rows still use oneDNN.
 
     Attributes:
-        packs: Whether weights may be packed.
+        packs: Whether weights may be packed, or multiplied as stored.
+        copies: Whether there is room for packed copies.
         packs_experts: Whether those of mixtures may be, too.
         fewest: float32 rows from which packed weights are faster.
         reason: Why no weight is packed; empty if weights are packed.
@@ -122,7 +132,7 @@ class LinearScope:
 
     def __init__(self, model: nn.Module, *, packs: bool = True) -> None:
         self.packs, self.fewest, self.reason, self._layers = False, 1, "", frozenset[Any]()
-        self.packs_experts = False
+        self.packs_experts = self.copies = False
         self._forwards: list[tuple[nn.Module, None, Callable[[Tensor], Tensor]]] = []
         all_layers = product_bits.linear_layers(model)
         layers = [layer for layer in all_layers if _is_plain(layer)]
@@ -130,29 +140,30 @@ class LinearScope:
         if "forward" in model.__dict__ or not layers or not multiplies_as_shipped():
             self.reason = "torch's products, or calls of the model, are changed" if layers else "no layer is plain"
             return
-        dtype = layers[0].weight.dtype
-        backends = measured_backends(dtype)
-        if not backends:
+        dtype, memory = layers[0].weight.dtype, memory_bytes()
+        size = sum({id(layer.weight): layer.weight.nbytes for layer in layers}.values())
+        self.copies = size <= _SHARE_OF_MEMORY * memory
+        backends = _backends(dtype, copies=self.copies)
+        if not measured_backends(dtype):
             self.reason = f"no product of {dtype} is faster than torch's"
             if dtype == torch.float32:
                 return
-        size = sum({id(layer.weight): layer.weight.nbytes for layer in layers}.values())
-        memory = memory_bytes()
         if not packs:
             self.reason = "an option turns it off"
-        elif size > _SHARE_OF_MEMORY * memory:
+        elif not self.copies:
             self.reason = f"they would take {size >> 20} MiB of {memory >> 20}"
-        self.packs = not self.reason
+        self.packs = packs and bool(backends)
         mixtures = sum(weight.nbytes for weight in model.parameters() if weight.dim() == 3)
         self.packs_experts = self.packs and size + mixtures <= _SHARE_OF_MEMORY * memory
-        is_fast = backends[:1] == ("packed",) and "packed" in measured_backends(dtype, (1,), _ONE_ROW)
+        own = "packed" if self.copies else "stored"
+        is_fast = backends[:1] == (own,) and own in measured_backends(dtype, (1,), _WHOLE_LAYERS)
         self.fewest = 1 if is_fast else 2
         known, plan = state_of(model).linears, state_of(model).plan
         for layer in layers:
             packed = known.setdefault(layer, PackedLinear())
-            packed.check(None if plan is None else plan.stamp.contents.get(id(layer.weight)))
+            packed.check(None if plan is None else plan.stamp.contents.get(id(layer.weight)), copies=self.copies)
             self._forwards.append((layer, None, partial(_forward, layer, packed)))
-        self._layers = frozenset(layers if "packed" in backends else ())
+        self._layers = frozenset(layers if own in backends else ())
 
     def may_pack(self, layer: Any) -> bool:
         """Whether a layer is quantized, or its weight may be packed for the kernel of this package."""
@@ -277,18 +288,33 @@ def _is_plain(layer: nn.Linear | Conv1D) -> bool:
     )
 
 
-def _pack(weight: Tensor, bias: Tensor | None, policy: BitPolicy, others: Sequence[Packed]) -> Packed | None:
-    """A packed weight; None if nothing is faster or bits change. An equal layout in `others` is reused."""
-    backends = measured_backends(weight.dtype)
+def _backends(dtype: torch.dtype, *, copies: bool) -> tuple[str, ...]:
+    """The backends that are faster than torch, best first: those with packed copies of weights, or the one without."""
+    if copies:
+        return tuple(name for name in measured_backends(dtype) if name != "stored")
+    return ("stored",) if "stored" in measured_backends(dtype, gain=_WHOLE_LAYERS) else ()
+
+
+def _pack(
+    weight: Tensor, bias: Tensor | None, policy: BitPolicy, others: Sequence[Packed], *, copies: bool
+) -> Packed | None:
+    """A packed weight; None if nothing is faster or bits change. An equal layout in `others` is reused.
+
+    Without copies it is the weight as stored, whose products have the bits of a packed one.
+    """
+    backends = _backends(weight.dtype, copies=copies)
+    if not (copies or (backends and weight.is_contiguous())):
+        return None
     with torch.inference_mode():
         try:
             if weight.dtype == torch.float32:
                 return lay_out(weight, LAYOUTS[backends[0]], _MAX_PACKED_ROWS)
-            layout, most = best_layout(weight, bias, policy, backends)
+            layout, most = best_layout(weight, bias, policy, backends if copies else ("packed",))
             if not most:
                 return None
             if _is_for_prompts(weight, bias, layout):
                 most = sys.maxsize
+            layout = layout._replace(is_stored=not copies)
             for other in others:
                 if other.layout == layout:
                     return other._replace(most=most)

@@ -46,10 +46,11 @@ class Layout(NamedTuple):
 
     rows: int = 0  # rows for which oneDNN lays it out; it accepts other numbers of rows too
     block: int = 0  # inputs of a block of sums of `kernels.packed_product`
+    is_stored: bool = False  # for that kernel, the model's own memory instead of a copy
 
 
 class Packed(NamedTuple):
-    """A packed weight."""
+    """A packed weight, or one as stored."""
 
     layout: Layout
     product: Callable[[Tensor, Tensor | None], Tensor]  # of rows `[..., inputs]` and a bias `[outputs]` or None
@@ -117,10 +118,10 @@ def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def lay_out(weight: Tensor, layout: Layout, most: int = 0) -> Packed:
-    """Pack a weight; AttributeError if torch was built without oneDNN, RuntimeError if oneDNN rejects it."""
+    """Prepare a weight; AttributeError if torch was built without oneDNN, RuntimeError if oneDNN rejects it."""
     weight = weight.contiguous()
     if layout.block:
-        own = packed_product.pack(weight, layout.block)
+        own = (packed_product.as_stored if layout.is_stored else packed_product.pack)(weight, layout.block)
         return Packed(layout, partial(packed_product.multiply, own), most, own)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), layout.rows)
     return Packed(layout, lambda x, bias: by_onednn(x, packed, bias), most)

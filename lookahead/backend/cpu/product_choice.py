@@ -25,7 +25,9 @@ from lookahead.kernels.jobs import torch_on_one_thread
 from lookahead.utils.kept_values import kept, kept_file
 from lookahead.utils.machine import machine_fingerprint
 
-LAYOUTS = {"packed": Layout(block=512), "onednn": Layout(rows=16)}  # of float32
+# Of float32; a weight as stored needs no copy.
+LAYOUTS = {"packed": Layout(block=512), "stored": Layout(block=512, is_stored=True), "onednn": Layout(rows=16)}
+_OURS = "packed", "stored"
 _TRIED = (2048, 2048)  # inputs and outputs of the measured products
 _CACHES = 1 << 26  # bytes read before each product, so that weights come from memory
 _FEW_ROWS = (4, 16)  # rows of the measured products
@@ -37,7 +39,7 @@ _OTHERS = 1.5  # handicap of other backends against our kernel, which does whole
 
 @cache
 def measured_backends(dtype: torch.dtype, rows: tuple[int, ...] = _FEW_ROWS, gain: float = _GAIN) -> tuple[str, ...]:
-    """The backends that multiply by a packed weight faster than torch, "packed" and "onednn", fastest first.
+    """The backends that multiply faster than torch, "packed" and "stored", our kernel, and "onednn", best first.
 
     Measured once per `machine_fingerprint`. If the cache folder is not writable, every process measures, and the last
     bits of float32 may differ between processes.
@@ -78,7 +80,9 @@ def measure(dtype: torch.dtype, rows: tuple[int, ...] = _FEW_ROWS, gain: float =
     Our kernel comes first unless another is much faster, because it also saves time around the products.
     """
     seconds = {name: sum(taken) for name, taken in _seconds(dtype, rows).items()}
-    ranks = {name: spent * (1 if name == "packed" else _OTHERS) for name, spent in seconds.items()}
+    ranks = {
+        name: spent * (1 if name in LAYOUTS and LAYOUTS[name].block else _OTHERS) for name, spent in seconds.items()
+    }
     return tuple(name for name in sorted(ranks, key=ranks.__getitem__) if seconds[name] < gain * seconds["torch"])
 
 
