@@ -118,7 +118,7 @@ def compare(
     return passes
 
 
-@pytest.mark.parametrize("family", cases(DRAFTED))
+@pytest.mark.parametrize("family", cases(DRAFTED, by_feature=True))
 def test_a_decoder_that_verifies_drafts_gives_the_tokens_of_generate(family: Any) -> None:
     model = model_of(family.name)
     assert support_of(model, shortest=1, max_length=NEW_TOKENS).shape == family.decoded
@@ -198,16 +198,18 @@ def test_a_decoder_that_shows_no_positions_for_nodes_is_decoded_plainly(monkeypa
 def test_trees_have_the_bits_of_generate_in_half_precision(name: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     model = build(ENCODER_DECODERS[name]).to(torch.bfloat16)
     wanted = {"return_dict_in_generate": True, "output_logits": True}
-    for inputs, options in ((ONE, WANDERING), (PADDED, {"do_sample": True}), (PADDED_BEFORE, WANDERING)):
+    for inputs, options, drafts in (
+        (ONE, WANDERING, lambda answers: among_decoys(answers, 101)),
+        (PADDED, {"do_sample": True}, lambda _: random_trees(101)),
+        (PADDED_BEFORE, WANDERING, never_right),
+    ):
         expected: Any = generate(model, inputs, **options, **wanted)
-        answers = texts_of(expected.sequences, inputs)
-        for offer in (among_decoys(answers, 101), random_trees(101), never_right(answers)):
-            with drafting_by(offer):
-                got: Any = generate(
-                    model, inputs, **options, **wanted, custom_generate=lookahead.decode, lookahead_config=FIXED
-                )
-            assert torch.equal(got.sequences, expected.sequences)
-            assert all(map(torch.equal, got.logits, expected.logits))
+        with drafting_by(drafts(texts_of(expected.sequences, inputs))):
+            got: Any = generate(
+                model, inputs, **options, **wanted, custom_generate=lookahead.decode, lookahead_config=FIXED
+            )
+        assert torch.equal(got.sequences, expected.sequences)
+        assert all(map(torch.equal, got.logits, expected.logits))
     assert compare(model, ONE, "among decoys", **WANDERING) == [1 + (NEW_TOKENS - 1) // 6]
     short = {"max_new_tokens": 8, "do_sample": False}
     for options, exactness in (
