@@ -9,11 +9,14 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.browser import browsing, path_of_browser
 from tests.support.running_server import Running, folder, server
 
 __all__ = ["folder", "server"]  # fixtures
@@ -51,6 +54,14 @@ const later = ms => new Promise(done => setTimeout(done, ms));
   process.exit(0);
 })();
 """
+
+
+@contextmanager
+def ending(running: Running) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        running.end()
 
 
 def fetched(running: Running) -> tuple[int, dict[str, str], str]:
@@ -113,5 +124,34 @@ def test_the_page_shows_an_answer_and_the_figures_of_the_server(folder, tmp_path
         assert len(answer) > 10 and re.match(r"\d+ tokens in [\d.]+ s, [\d.]+ a pass; from drafts: ", note), told
         state = r"0 of 3 rows run, 0 wait; [\d.]+ tokens/s; \d+ tokens drafted, \d+ accepted"
         assert re.fullmatch(state, told["state"]), told["state"]
+        written, accepted = int(note.split()[0]), int(told["state"].split()[-2])
+        assert accepted < written  # though a token that two sources drafted is one of each
     finally:
         running.end()
+
+
+@pytest.mark.skipif(path_of_browser() is None, reason="no Chromium is installed")
+def test_a_browser_shows_the_answer_as_text_and_asks_nothing_of_others(folder, tmp_path):
+    server = Running(folder, max_new_tokens=60)
+    asked = "<b>abc</b>"
+    options: dict[str, Any] = {"messages": [{"role": "user", "content": asked}], "model": server.name}
+    with ending(server), browsing(tmp_path / "browser") as page:
+        page.call("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
+        page.wait_for("document.querySelector('#state')?.textContent.includes('rows run')")
+        page.value("document.querySelector('textarea').focus()")
+        page.call("Input.insertText", text=asked)
+        for kind in ("keyDown", "keyUp"):
+            page.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13)
+        page.wait_for("document.querySelector('#log small')")
+        said, answer = page.value("[...document.querySelectorAll('#log > div')].map(each => each.firstChild.data)")
+        assert said == asked and page.value("document.querySelector('#log b')") is None
+        assert answer == server.client.chat.completions.create(**options).choices[0].message.content
+        width, space = page.value("[document.documentElement.scrollWidth, innerWidth]")
+        assert width <= space
+        picture = base64.b64decode(page.call("Page.captureScreenshot")["data"])
+        (tmp_path / "page.png").write_bytes(picture)
+        events = page.events
+    addresses = [each["params"]["request"]["url"] for each in events if each["method"] == "Network.requestWillBeSent"]
+    assert addresses and all(each.startswith(f"http://127.0.0.1:{server.port}/") for each in addresses)
+    errors = "Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled", "Network.loadingFailed"
+    assert not [each for each in events if each["method"] in errors]

@@ -35,6 +35,8 @@ class Metrics:
         self._prompt = counter("prompt_tokens", "Tokens of prompts.")
         self.new = counter("completion_tokens", "Tokens that were written.")
         self._passes = counter("passes", "Passes of the model after prompts, counted for every row.")
+        self._nodes = counter("draft_tokens", "Drafted tokens; one of several sources counts once.")
+        self._hits = counter("accepted_draft_tokens", "Accepted tokens; one of several sources counts once.")
         self._drafted = counter("drafted_tokens", "Drafted tokens by source.", "source")
         self._accepted = counter("accepted_tokens", "Accepted tokens by source.", "source")
         name = "lookahead_first_token_seconds"
@@ -45,6 +47,8 @@ class Metrics:
         """Count a finished output."""
         self._prompt.inc(stats.prompt_tokens)
         self._passes.inc(stats.target_forwards)
+        self._nodes.inc(stats.drafted_tokens)
+        self._hits.inc(stats.accepted_tokens)
         for counter, tokens in ((self._drafted, stats.drafted_by_source), (self._accepted, stats.accepted_by_source)):
             for source, number in tokens.items():
                 counter.labels(source).inc(number)
