@@ -25,7 +25,7 @@ from lookahead.errors import ConfigError, DocumentError
 from lookahead.reporting.report_page import write_report
 
 BOMBS = {
-    "large values": ([20_000_000] * 16, {"use_dictionary": False}),
+    "large values": ([8_000_000] * 16, {"use_dictionary": False}),
     "a value repeated from a dictionary": ([4_000_000] * 64, {"dictionary_pagesize_limit": 1 << 26}),
     "values that differ in nothing": (
         [4_000_000] * 64,

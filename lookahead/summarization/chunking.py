@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from lookahead.summarization.segmentation import Break, Piece
 
 if TYPE_CHECKING:
@@ -22,7 +20,6 @@ Split = Literal["none", "sections", "sentences", "hard"]
 # Approximates the tokens of a tokenizer without offsets. The pieces are short, to overestimate the count.
 _WORD_PIECE = re.compile(r"\s*\S{1,3}|\s+$")
 _BLOCK = 1 << 18  # characters per tokenizer call; it uses 100 times the memory per token that is kept here
-_SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], dtype=np.uint32)
 
 # Where a part may end: minimum length, in quarters of the target length, and weakest break. The first match wins.
 _CHOICES = ((3, Break.SENTENCE), (1, Break.SENTENCE), (3, Break.LINE), (0, Break.LINE), (0, Break.NOTHING))
