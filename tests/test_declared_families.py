@@ -13,7 +13,7 @@ from lookahead.backend.cpu import fused_layers, routing
 from lookahead.kernels import experts
 from lookahead.model import families
 from lookahead.model.model_state import plan_of
-from tests.support.declared import CALLED, EAGER, FAMILIES, MIXTURES, both, has_kernels, made, prompt
+from tests.support.declared import FAMILIES, MIXTURES, both, has_kernels, made, prompt
 from tests.support.small_layers import HALF, SINGLE, on_x86
 
 pytestmark = [on_x86, has_kernels]
@@ -25,7 +25,7 @@ def test_greedy_passes_are_one_call_with_the_bits_of_generate(name, calls):
     own, ours = both(model, prompt(), do_sample=False)
     assert torch.equal(own.sequences, ours.sequences)
     assert all(map(torch.equal, own.logits, ours.logits))
-    assert bool(calls) is (name not in (*EAGER, *CALLED)), lookahead.backend_report(model)
+    assert calls, lookahead.backend_report(model)
     assert len(fused_layers.find_fused(model).layers) == model.config.num_hidden_layers
 
 
@@ -35,7 +35,7 @@ def test_in_float32_passes_are_one_call_with_the_tokens_of_generate(name, calls)
     assert torch.equal(own.sequences, ours.sequences)
     for expected, logits in zip(own.logits, ours.logits, strict=True):
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=2e-3)
-    assert bool(calls) is (name not in CALLED)
+    assert calls
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_rows_of_other_lengths_get_the_tokens_of_generate(name, calls):
         ids[row, :length], mask[row, :length] = 0, 0
     options = {"output_logits": False, "return_dict_in_generate": False}  # states of rows are not returned
     own, ours = both(model, ids, attention_mask=mask, do_sample=False, **options)
-    assert torch.equal(own, ours) and (calls or name in CALLED)
+    assert torch.equal(own, ours) and (calls or name == "DeepseekV3")  # whose mixer takes one row
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "Starcoder2", "Mistral", "Ministral", "Olmo3", "Exaone4"])
@@ -86,13 +86,14 @@ def test_windows_are_passed_and_left_with_the_bits_of_generate(name, calls):
     assert calls
 
 
-def test_behind_a_window_heads_that_share_keys_attend_as_generate_lets_them():
+def test_behind_a_window_heads_that_share_keys_attend_as_generate_lets_them(calls):
     # With a mask transformers multiplies them together, with other bits than each alone.
     for heads in (4, 8):
         model = made("Mistral", num_key_value_heads=heads)
         for start in range(17, 27):
             own, ours = both(model, prompt(3 * start), do_sample=False, max_new_tokens=40)
             assert all(map(torch.equal, own.logits, ours.logits)), (heads, start)
+    assert calls
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -113,9 +113,6 @@ MIXTURES = (
     "GptOss",
 )
 
-CALLED = "DeepseekV2", "DeepseekV3", "Glm4MoeLite"  # their attention runs its own code
-EAGER = "Gemma2", "GptOss"  # soft caps and sinks are in eager attention, whose bits the kernel does not have
-
 has_kernels = pytest.mark.skipif(
     not (attends(HALF) and all(packed_product.is_supported(torch.zeros(2, 64, dtype=kind)) for kind in (HALF, SINGLE))),
     reason="this CPU has no kernels for whole passes",

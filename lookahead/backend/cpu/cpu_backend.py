@@ -18,6 +18,7 @@ from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.cpu.state_bits import Mixing, mixing_of
 from lookahead.backend.cpu.tree_mixers import TreeMixer, find_mixers
 from lookahead.backend.cpu.whole_pass import WholePass, whole_pass
+from lookahead.backend.pass_attention import attend
 from lookahead.backend.protocol import BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import PackedPrompts, TreePass
@@ -150,7 +151,8 @@ class CpuBackend(TorchBackend):
         # other bits than over each row alone.
         takes_rows = self._takes_rows and is_one and (is_exact or not self._inputs.has_cross)
         windows = self._windows if is_exact or takes_rows else None
-        return windows, not takes_rows and (is_one or not is_exact)
+        is_whole = is_one and is_exact and isinstance(self._parts.whole, WholePass)  # which the model's own is not
+        return windows, not (takes_rows or is_whole) and (is_one or not is_exact)
 
     def _shares_beginnings(self) -> bool:
         is_usual = self._takes_rows and not (self._why_apart or self._runs_own_code or any(self._windows))
@@ -175,7 +177,9 @@ class CpuBackend(TorchBackend):
             given = None
             mixes = bool(self._mixers) or not self.cache.states
             if isinstance(whole, WholePass) and seen is not None and not is_prompt and by_kernels and mixes:
-                given = whole(tree_pass, self.cache, seen, layers)
+                assert self._scope is not None
+                attending = partial(self._scope.running, partial(attend, tree_pass, self._spans))
+                given = whole(tree_pass, self.cache, seen, layers, attending)
             if not is_prompt:
                 self.is_ragged = given is not None
             if given is None:
@@ -194,7 +198,7 @@ class CpuBackend(TorchBackend):
             one_call = one_call or "passes over several rows are where each keeps the bits it has alone"
         quantized = kinds_in_words(self._model) if getattr(self._model, "is_quantized", False) else ""
         threads = getattr(whole, "thread_count", 1)
-        shared = f"on {threads} threads" if threads > 1 else ""
+        shared = "; ".join(filter(None, (getattr(whole, "detail", ""), f"on {threads} threads" if threads > 1 else "")))
         mixers, states = len(self._mixers), len(self.cache.states)
         mixed = f"{mixers} of {states} layers" if mixers else "they are for gated delta nets and short convolutions"
         share = f"{len(fused.layers)} of {fused.total} layers"

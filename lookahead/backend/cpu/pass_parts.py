@@ -17,7 +17,7 @@ class PassParts(NamedTuple):
     layers: list[DeclaredLayer]
     norm: Norm  # after the last layer
     head: Any  # the output layer; None if it is called as a module
-    limits: list[AttentionLimits]  # of the attention of each layer
+    limits: list[AttentionLimits]  # of the attention of each layer; empty if the kernel does not attend
     mixers: Mapping[Any, TreeMixer] = {}
 
     @property

@@ -1,7 +1,7 @@
 """A pass over token trees as one kernel call: a table of the jobs' numbers, made once and adjusted for every pass.
 
 With mixtures of experts or recurrent layers it is a call per layer: between two of them experts are chosen, or states
-go from parents to children.
+go from parents to children. Nor does the kernel attend everywhere: then queries attend between two calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead.backend.cpu.layer_jobs import HiddenSum, LayerJobs, Positions
+from lookahead.backend.cpu.layer_jobs import DeclaredLayer, HiddenSum, LayerJobs, Positions
 from lookahead.backend.cpu.pass_parts import PassParts, Watched, settings_of
 from lookahead.backend.cpu.routing import Routing
 from lookahead.drafting.sizes import DEFAULT_NODES
@@ -26,7 +26,9 @@ from lookahead.kernels.jobs import Job, lead_jobs, leader, table_of
 from lookahead.kernels.layer_ops import storing
 from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
 from lookahead.kernels.team import team_of
+from lookahead.model.attention import registered_attention
 from lookahead.model.cache import TreeCache
+from lookahead.model.call_caches import CACHE
 from lookahead.model.families.operations import Called, Experts, Recurrence, SelfAttention
 from lookahead.model.slots import Origin, sharing_groups
 from lookahead.model.state_layers import States
@@ -36,18 +38,20 @@ MAX_TABLE_NODES = DEFAULT_NODES + 1  # of one tree, its root included
 MAX_BATCH_NODES = 256  # of all trees of a pass over several rows
 
 
-class Recurring(NamedTuple):
-    """What recurrent layers need in a pass.
+class PassContext(NamedTuple):
+    """What runs between the calls of a pass.
 
     Attributes:
         cache: The cache, within a pass over trees.
         firsts: The first token of each row.
         before: The states of the rows, by module.
+        positions: The positions as the model's own layers take them.
     """
 
     cache: TreeCache
     firsts: Sequence[int]
     before: Mapping[Any, list[States]]
+    positions: Any
 
 
 class PassTable(KeepsAddresses):
@@ -68,6 +72,7 @@ class PassTable(KeepsAddresses):
         rows: Rows of the pass.
         keeps: Hidden states that passes keep, as indices in `output_hidden_states`.
         packs_experts: Whether mixtures may keep packed copies of their weights.
+        is_called: Whether queries attend by the model's own function, between two calls; then there is one row.
     """
 
     def __init__(
@@ -81,12 +86,11 @@ class PassTable(KeepsAddresses):
         keeps: tuple[int, ...] = (),
         *,
         packs_experts: bool = False,
+        is_called: bool = False,
     ) -> None:
-        self._packs_experts = packs_experts
+        self._packs_experts, self.is_called = packs_experts, is_called
         self._watched = Watched.of(parts)
         self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
-        attentions = [layer.attention for layer in parts.layers if layer.attention]
-        self.query_size = max(part.width for part in attentions)  # elements of a node's queries
         self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # elements of a node's output
         self.most, size = MAX_TABLE_NODES if rows == 1 else MAX_BATCH_NODES, hidden.shape[2]
         self._by_linear = dict(zip(map(id, parts.linears), weights, strict=True))
@@ -117,7 +121,7 @@ class PassTable(KeepsAddresses):
         self._sharers: NDArray[np.int64] = np.ones(1, np.int64)  # threads of the pass
         self._sharing_step = row_attention.sharing_step(hidden.dtype)
         self._threads = torch.get_num_threads()
-        self._recurring: Recurring | None = None  # of the running pass
+        self._context: PassContext | None = None  # of the running pass
         for at in parts.slotted:
             cache.is_ready(at)  # allocates the slots
         self._beside = hidden.new_empty(len(parts.layers), self.most, parts.beside)
@@ -160,7 +164,7 @@ class PassTable(KeepsAddresses):
         trees: Sequence[TokenTree],
         starts: Sequence[int],
         scored: Sequence[int],
-        recurring: Recurring,
+        context: PassContext,
         beside: Tensor | None,
         threads: int,
     ) -> Tensor:
@@ -172,7 +176,7 @@ class PassTable(KeepsAddresses):
             trees: One tree per row, each of at most `MAX_TABLE_NODES` nodes.
             starts: The slots of their roots.
             scored: How many first nodes of each tree are not in the pass.
-            recurring: What recurrent layers need.
+            context: What runs between calls.
             beside: The second inputs of the layers, `[1, tokens, layers, size]`, if they have any.
             threads: Threads that share the jobs, at most torch's number of threads.
 
@@ -196,7 +200,7 @@ class PassTable(KeepsAddresses):
             end, slot = first + nodes - done, row * capacity + start
             self._places[first:end] = range(slot + done, slot + nodes)
             first = end
-        self._recurring = recurring
+        self._context = context
         written = hidden.new_empty(1, tokens, self.outputs)
         numbers, team = self._of(tokens, self._slots.start, written), team_of(threads) if threads > 1 else 0
         first_call, *calls = (numbers.ctypes.data + start for start in self._starts)
@@ -204,19 +208,40 @@ class PassTable(KeepsAddresses):
         for then, call in zip(self._between, calls, strict=True):
             then(tokens)
             leader()(team, call, threads)
-        self._recurring = None  # a cache that holds its table would not be freed at once
+        self._context = None  # a cache that holds its table would not be freed at once
         return written
 
     def recur(self, part: Recurrence, tokens: int) -> None:
         """Compute a recurrent module for the first tokens between its products."""
-        assert self._recurring is not None
-        cache, firsts, before = self._recurring
+        assert self._context is not None
+        cache, firsts, before, _ = self._context
         mixer, threads = self._parts.mixers[part.module], int(self._sharers[0])
         x = self.take("normed", self._hidden.shape[2])[:, :tokens]
         inputs = [self.take(f"input {at}", one.outputs)[:, :tokens] for at, one in enumerate(part.inputs)]
         out = self.take("recurred", part.output.module.in_features)[0, :tokens]
         inputs += [gate(x) for gate in part.gates]
         mixer.mix(mixer, inputs, out, firsts, before[part.module], cache, lambda *jobs: lead_jobs(jobs, threads))
+
+    def attend(self, layer: DeclaredLayer, part: SelfAttention, tokens: int) -> None:
+        """Let the first tokens attend by the model's own function."""
+        assert self._context is not None
+        own, config = (
+            self._context.cache.layers[layer.index if part.source is None else part.source],
+            part.module.config,
+        )
+        name = "queries" if part.has_gate or part.has_keys else "query"
+        query = self.take(name, part.width)[:, :tokens].view(1, tokens, -1, part.dim)
+        pair = (slots[:1, : self._slots.kv_length].transpose(1, 2) for slots in (own.keys, own.values))
+        function = registered_attention(config, layer.eager)
+        attended = function(part.module, query.transpose(1, 2), *pair, None, **part.options)[0]
+        self.take("attended", part.width)[:, :tokens] = attended.view(1, tokens, -1)
+
+    def call(self, part: Called, tokens: int) -> None:
+        """Run a mixer's own code for the first tokens."""
+        assert self._context is not None
+        size, options = self._hidden.shape[2], {CACHE: self._context.cache, "attention_mask": None}
+        x, positions = self.take("normed", size)[:, :tokens], self._context.positions
+        self.take("change", size)[:, :tokens] = part.module(x, position_embeddings=positions, **options)[0]
 
     def take(self, name: str, size: int) -> Tensor:
         """The buffer of a name for `size` numbers per token, `[1, most, size]`."""
@@ -252,7 +277,7 @@ class PassTable(KeepsAddresses):
         )
         stream = HiddenSum(self._hidden[:, :tokens])
         for at, layer in enumerate(self._parts.layers):
-            attend.at, jobs.mixture = at, layer.mixture(packs=self._packs_experts)
+            attend.at, attend.layer, jobs.mixture = at, layer, layer.mixture(packs=self._packs_experts)
             jobs.beside = self._beside[at : at + 1, :tokens]
             stream = jobs.layer(layer.residuals, stream, kept.get(at))
         normed: Tensor | str = kept.get(len(self._parts.layers), "normed") if self._of_head else written
@@ -317,7 +342,10 @@ class _TableAttention:
 
     Attributes:
         at: The running layer.
+        layer: Its declaration.
     """
+
+    layer: DeclaredLayer
 
     def __init__(self, table: PassTable, cache: TreeCache, tokens: int, slot: int) -> None:
         self._table, self._cache, self._tokens, self._slot, self.at = table, cache, tokens, slot, 0
@@ -337,13 +365,18 @@ class _TableAttention:
         attended = jobs.take("attended", part.width)
         if self._table.rows > 1 and key is not None and value is not None:
             jobs.jobs.append(storing(key, value, layer.keys, layer.values, self._table.places))
+        if self._table.is_called:
+            jobs.pause(partial(self._table.attend, self.layer, part), self._tokens)
+            return attended
         shape = 1, self._tokens, -1, part.dim
         tensors = query.view(shape), layer.keys, layer.values, attended.view(shape)
         jobs.jobs.append(self._table.attention_job(self.at, *tensors, scale=part.options["scaling"]))
         return attended
 
     def call(self, part: Recurrence | Called, jobs: LayerJobs, x: Tensor) -> Tensor:
-        assert isinstance(part, Recurrence)  # a model with others has no table
+        if isinstance(part, Called):
+            jobs.pause(partial(self._table.call, part), self._tokens)
+            return jobs.take("change", x.shape[-1])
         jobs.products(part.inputs, x, [jobs.take(f"input {at}", one.outputs) for at, one in enumerate(part.inputs)])
         jobs.pause(partial(self._table.recur, part), self._tokens)
         recurred, out = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import timeit
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import is_
 from time import perf_counter
@@ -24,7 +24,7 @@ from lookahead.backend.cpu.fused_layers import FusedLayers, is_bare, name_of
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
 from lookahead.backend.cpu.pass_parts import PassParts
-from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassTable, Recurring
+from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassContext, PassTable
 from lookahead.backend.cpu.routing import serves
 from lookahead.backend.cpu.tree_mixers import TreeMixer
 from lookahead.backend.pass_attention import span_of
@@ -97,9 +97,14 @@ class WholePass:
     """The passes of a model whose decoder layers are alike and run by code that transformers ships.
 
     The embedding and the rotary positions are called as modules, as is a head with hooks.
+
+    Attributes:
+        detail: Why layers attend by the model's own function; empty if the kernel attends.
     """
 
-    def __init__(self, model: Any, owners: Sequence[Any], parts: PassParts, threads: dict[int, int]) -> None:
+    def __init__(
+        self, model: Any, owners: Sequence[Any], parts: PassParts, threads: dict[int, int], detail: str = ""
+    ) -> None:
         # The model's plan holds this, and must not keep the model alive.
         self._model, self._decoder, self._parts = ref(model), owners[-1], parts
         self._placeholders = _placeholders_of(model.config)
@@ -110,8 +115,11 @@ class WholePass:
         self._windows = {limits.window for limits in parts.limits}
         self._ropes = list(dict.fromkeys(rope.kind for layer in parts.layers if (rope := layer.rope)))
         attentions = [layer.attention for layer in parts.layers if layer.attention]
-        self._slots_at = parts.slotted
-        self._stateful = 1 + max(at for at, layer in enumerate(parts.layers) if at in parts.slotted or layer.recurrence)
+        self._query_size, self.detail = max((part.width for part in attentions), default=0), detail
+        self._runs_mixers, self._slots_at = any(layer.called for layer in parts.layers), parts.slotted
+        self._stateful = 1 + max(
+            at for at, layer in enumerate(parts.layers) if at in parts.slotted or layer.recurrence or layer.called
+        )
         self._has_bits = parts.norm.weight.dtype == torch.bfloat16 and all(map(_has_bits, attentions))
         self._has_bits_behind_windows = self._has_bits and all(map(_has_bits_behind_windows, attentions))
         # A streamer or a stopping criterion may change these between two passes of a call.
@@ -121,12 +129,17 @@ class WholePass:
         self._newest_hook = RemovableHandle.next_id
 
     def __call__(
-        self, tree_pass: TreePass, cache: TreeCache, mode: CpuPass, layers: Sequence[int] = ()
+        self,
+        tree_pass: TreePass,
+        cache: TreeCache,
+        mode: CpuPass,
+        layers: Sequence[int] = (),
+        attending: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[Tensor, dict[int, Tensor]] | None:
         """The logits of all nodes, `[rows, width, vocab]`, and hidden states; None for an unsupported pass.
 
         Must run within `cpu_pass.running`. The hidden states `[rows, width, size]` are keyed by `layers`, numbered as
-        in `output_hidden_states`. Padding is left unwritten.
+        in `output_hidden_states`. Padding is left unwritten. Within `attending` the model's own layers attend as nodes.
         """
         model: Any = self._model()
         if not self._takes(model, tree_pass, cache):
@@ -134,6 +147,11 @@ class WholePass:
         last = len(self._parts.layers)
         places = tuple(layer if layer >= 0 else layer + last + 1 for layer in layers)
         if places and not (min(places) >= 0 and max(places) <= last):
+            return None
+        starts = cache.slots.lengths[: len(tree_pass.trees)].tolist()
+        is_called = not self._attends(tree_pass, starts)
+        may_mask = self._parts.norm.weight.dtype == torch.float32 and not self._runs_mixers
+        if is_called and (len(starts) > 1 or may_mask):
             return None
         # Weights are looked up before calling the embedding: a hook on it must run once per pass.
         trees, scored, (rows, width) = tree_pass.trees, tree_pass.firsts, tree_pass.tokens.shape
@@ -147,19 +165,26 @@ class WholePass:
         of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
         parts = self._parts if of_head else self._parts._replace(head=None)
         packs_experts = self._with_experts is not None and self._with_experts.packs_experts(mode)
-        kind = self, len(of_head), places, rows, torch.get_num_threads(), packs_experts  # a draft may share the cache
+        kind = (
+            self,
+            len(of_head),
+            places,
+            rows,
+            torch.get_num_threads(),
+            packs_experts,
+            is_called,
+        )  # a draft may share the cache
         table = cache.tables.get(kind)
         if table is None or not table.serves(parts, weights, of_head):
             slots = [cache.layers[at] for at in self._slots_at]
             if any(one.keys.dtype != like.dtype for one in slots):
                 return None
-            if not all(row_attention.is_supported(one.keys, one.keys, one.values) for one in slots):
+            is_kernel = all(row_attention.is_supported(one.keys, one.keys, one.values) for one in slots)
+            if not (is_called or is_kernel):
                 return None
-            table = cache.tables[kind] = PassTable(
-                parts, weights, of_head, cache, like, rows, places, packs_experts=packs_experts
-            )
-        starts = cache.slots.lengths[:rows].tolist()
-        if not (table.is_right and self._attends(tree_pass, starts, table)):
+            options = {"packs_experts": packs_experts, "is_called": is_called}
+            table = cache.tables[kind] = PassTable(parts, weights, of_head, cache, like, rows, places, **options)
+        if not table.is_right:
             return None
         # The flat indices of nodes that are not padding.
         kept = None
@@ -184,14 +209,17 @@ class WholePass:
                 beside = self._decoder.project_per_layer_inputs(hidden, beside)
             if not table.takes(positions) or (beside is not None and beside.dtype != like.dtype):
                 return None
-        recurring = self._recurring(cache, counts)
-        if recurring is None:
+        before = self._states(cache, counts)
+        if before is None:
             return None
-        run = partial(table.run, hidden, positions, trees, starts, scored, recurring, beside)
-        if most not in self._threads:
-            self._threads[most] = fastest_number(run, most)
-            thread.is_cold = most > 1
-        written: Tensor = run(self._threads[most])
+        own = rotary(hidden, position_ids=at) if self._runs_mixers else None
+        context = PassContext(cache, [sum(counts[:row]) for row in range(rows)], before, own)
+        run = partial(table.run, hidden, positions, trees, starts, scored, context, beside)
+        with attending() if is_called else nullcontext():
+            if most not in self._threads:
+                self._threads[most] = fastest_number(run, most)
+                thread.is_cold = most > 1
+            written: Tensor = run(self._threads[most])
         states = {}
         if places:
             by_place = table.kept(hidden) if of_head else table.kept(hidden) | {last: written}
@@ -211,16 +239,15 @@ class WholePass:
             logits = logits / getattr(config, divisor)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _recurring(self, cache: TreeCache, counts: Sequence[int]) -> Recurring | None:
-        """What recurrent layers need in a pass; None if one of them must run its own code."""
-        firsts = [sum(counts[:row]) for row in range(len(counts))]
+    def _states(self, cache: TreeCache, counts: Sequence[int]) -> dict[Any, list[States]] | None:
+        """The states before a pass, by recurrent module; None if one of them must run its own code."""
         before = dict[Any, list[States]]()
         for module, mixer in self._parts.mixers.items():
             states = mixer.begun(self._parts.norm.weight.dtype, len(counts), max(counts), cache)
             if states is None:
                 return None
             before[module] = states
-        return Recurring(cache, firsts, before)
+        return before
 
     @property
     def thread_count(self) -> int:
@@ -269,8 +296,10 @@ class WholePass:
         self._newest_hook = RemovableHandle.next_id
         return True
 
-    def _attends(self, tree_pass: TreePass, starts: Sequence[int], table: PassTable) -> bool:
+    def _attends(self, tree_pass: TreePass, starts: Sequence[int]) -> bool:
         """Whether the kernel attends in all layers: with the bits of SDPA, or faster than a mask."""
+        if not self._parts.limits:
+            return False
         trees = tree_pass.trees
         ends = [start + int(tree.depths.max()) + 1 for tree, start in zip(trees, starts, strict=True)]
         end, nodes = max(ends), sum(len(tree.tokens) for tree in trees)
@@ -279,7 +308,7 @@ class WholePass:
             reached = [window for window in self._windows if window and end >= window]
             crops = all(window in (tree_pass.windows or ()) for window in reached)
             return self._has_bits and (not reached or (crops and self._has_bits_behind_windows))
-        return table.query_size * (nodes - len(trees)) * end <= exact_attention.MAX_KERNEL_PRODUCTS
+        return self._query_size * (nodes - len(trees)) * end <= exact_attention.MAX_KERNEL_PRODUCTS
 
 
 def _padded(flat: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
@@ -302,6 +331,8 @@ def _has_bits_behind_windows(part: SelfAttention) -> bool:
 
 def _limits_of(layer: DeclaredLayer) -> AttentionLimits | str:
     """What bounds the attention of a layer, or why the kernel does not support it."""
+    if layer.called:
+        return "its attention runs its own code"
     if (part := layer.attention) is None:
         return AttentionLimits()
     options = part.options
@@ -335,8 +366,6 @@ def whole_pass(
     layers = fused.layers
     if not layers:
         return "no layer is fused"
-    if any(layer.called for layer in layers):
-        return "its attention runs its own code"
     dtypes = {layer.norms[0].weight.dtype for layer in layers}
     kinds, indices = {type(layer.module) for layer in layers}, [layer.index for layer in layers]
     if len(kinds) + len(dtypes) != 2 or indices != list(range(len(layers))):
@@ -361,12 +390,11 @@ def whole_pass(
         return "its last norm is not fused, or of another type than its layers"
     if not all(linears.may_pack(linear) for layer in layers for linear in layer.linears):
         return "some of its weights are not packed"
-    limits = list[AttentionLimits]()
-    for layer in layers:
-        bounds = _limits_of(layer)
-        if isinstance(bounds, str):
-            return bounds
-        limits.append(bounds)
+    bounds = [_limits_of(layer) for layer in layers]
+    detail = next((each for each in bounds if isinstance(each, str)), "")
+    if detail and torch.float32 in dtypes and not any(layer.called for layer in layers):
+        return detail
+    limits = [] if detail else [each for each in bounds if isinstance(each, AttentionLimits)]
     is_plain = head is not None and "weight" in head._parameters and linears.may_pack(head)
     head = head if is_plain and _is_called_alone(head) else None
-    return WholePass(model, owners, PassParts(layers, last, head, limits, mixers), threads)
+    return WholePass(model, owners, PassParts(layers, last, head, limits, mixers), threads, detail)
