@@ -50,6 +50,24 @@ def test_without_proc_and_the_libraries_of_linux_the_same_tokens_come_out(model_
     check(run_on("macos", model_folder, tmp_path / "folder"))
 
 
+def alone(*arguments: str) -> str:
+    """What a process that finds no modules of POSIX prints; they are missing for the package alone."""
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_every_module_is_imported_without_the_modules_of_posix():
+    modules = [path for path in (ROOT / "lookahead").rglob("*.py") if path.stem not in ("__init__", "__main__")]
+    assert int(alone("tests.support.no_posix").splitlines()[-1]) >= len(modules)
+
+
+def test_files_of_jobs_and_memories_are_whole_without_the_modules_of_posix():
+    files = [f"tests/test_{name}.py" for name in ("hand_edits", "journals", "memory_file", "file_modes")]
+    assert " passed" in alone("pytest", "-q", "-p", "tests.support.no_posix", "-p", "no:cacheprovider", *files)
+
+
 def test_a_cpu_of_unknown_instructions_gets_plain_products_and_the_same_tokens(model_folder, tmp_path):
     plainest = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "ATEN_CPU_CAPABILITY": "default"}
     found = run_on("unknown-cpu", model_folder, tmp_path / "folder", NUMBA_CACHE_DIR=str(tmp_path), **plainest)
