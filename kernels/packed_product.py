@@ -30,7 +30,7 @@ from lookahead.utils.addresses import array_at
 
 COLUMNS = 2 * LANES  # outputs of a panel of the packed weight
 _PART = 1 << 19  # bytes of the weight per part of a job
-_SHARED, _EACH = 10, 5  # numbers that a call of the kernel receives, and numbers of each weight
+_SHARED, _EACH = 12, 5  # numbers that a call of the kernel receives, and numbers of each weight
 HAS_DOT = bool(FEATURES.get("avx512bf16"))  # the instruction that multiplies pairs of bfloat16
 _SUMS = 2 * HALVES  # sums per row and output in bfloat16 with AVX2
 _IN_CACHE = 512  # rows that every part of a weight is multiplied by at a time: more leave a cache before the next part
@@ -182,6 +182,7 @@ def product(
     biases: Sequence[Tensor | None],
     outs: Sequence[Tensor],
     prepared: Tensor | None,
+    chosen: Tensor | None = None,
 ) -> list[Job]:
     """Jobs that multiply rows by several weights of one dtype, with equal numbers of inputs and equal blocks.
 
@@ -194,6 +195,9 @@ def product(
         biases: `[outputs]` of the dtype of `x` for each weight, or None.
         outs: `[..., outputs]` of the dtype of `x` for each weight, contiguous; written by the jobs.
         prepared: The result of `prepared_rows` for at least these weights and rows; the first job may write it.
+        chosen: For mixtures, whose experts have weights one after the other, the first of which is in `weights`, and no
+            biases: int64 `[any, 3]`, contiguous, an expert, the first of its rows and their number, which is 0 after
+            the last expert. None if all rows are multiplied by one weight.
     """
     packed, _, block, _, terms, together, kernel, prepared_length = weights[0]
     inputs, jobs = x.shape[-1], list[Job]()
@@ -209,13 +213,16 @@ def product(
             length, step, lines = group.row_words, rows * group.row_words, at_once * group.lines
             numbers = at_once * group.blocks * step
         jobs.append((prepare, rows, of_rows, (x, left)))
-    of_job, parts = [left.data_ptr(), rows, length, step, terms, lines, numbers, together], 0
+    of_weights, parts = list[int](), 0
     for each, bias, out in zip(weights, biases, outs, strict=True):
         places = each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
-        of_job += (*places, each.panels, each.outputs)
+        of_weights += (*places, each.panels, each.outputs)
         parts += -(-each.panels // together)
+    of_job = [left.data_ptr(), rows, length, step, terms, lines, numbers, together]
+    of_job += [0 if chosen is None else chosen.data_ptr(), parts, *of_weights]
     entry = kernel.multiply[x.dtype] if kernel else _ENTRIES[packed.dtype, packed.dim() == 2]
-    return [*jobs, (entry, parts, of_job, (weights, left, biases, outs))]
+    turns = 1 if chosen is None else min(len(chosen), rows)
+    return [*jobs, (entry, turns * parts, of_job, (weights, left, biases, outs, chosen))]
 
 
 _tile: Any = tile_of(2, "sums", range(1, MOST_ROWS + 1))
@@ -282,29 +289,38 @@ def _multiply(address, left, kind, number, add, tiling, apart):
     Source of tiles whose right matrix stays in a cache: Goto, van de Geijn 2008, "Anatomy of High-Performance Matrix
     Multiplication", §4.
     """
-    _, parts, x_at, rows, length, step, terms, lines, numbers, together = array_at(address, (_SHARED,), np.int64)
+    shared = array_at(address, (_SHARED,), np.int64)
+    _, parts, x_at, rows, length, step, terms, lines, numbers, together, chosen_at, of_expert = shared
     x, sums = array_at(x_at, (rows * step,), left), np.empty(rows * COLUMNS, np.float32)
     laid_out = np.empty((lines if apart > 0 else _PART_OF_BLOCK) * COLUMNS, np.float32)
+    chosen, expert, first_row, all_rows = array_at(chosen_at, (parts // of_expert, 3), np.int64), 0, 0, rows
     most, fetched, fewest = tiling
-    tiles = max(-(-rows // most), fewest if rows >= fetched else 1)
-    share = -(-CACHE_LINE // tiles)
     part = claim_part(address)
     while part < parts:
-        of, own = address + 8 * _SHARED, part
+        of, own = address + 8 * _SHARED, part % of_expert
+        if chosen_at:
+            expert, first_row, rows = chosen[part // of_expert]
+            if rows == 0:
+                part = claim_part(address)
+                continue
+        tiles = max(-(-rows // most), fewest if rows >= fetched else 1)
+        share = -(-CACHE_LINE // tiles)
         packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
         while own * together >= panels:  # the part belongs to a later weight
             own, of = own - (panels + together - 1) // together, of + 8 * _EACH
             packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
-        packed = array_at(packed_at, (panels * terms * COLUMNS,), kind)
-        out, bias = array_at(out_at, (rows * outputs,), number), array_at(bias_at, (outputs,), number)
+        before = expert * panels
+        packed = array_at(packed_at, ((before + panels) * terms * COLUMNS,), kind)
+        out = array_at(out_at, (all_rows * outputs,), number)[first_row * outputs :]
+        bias = array_at(bias_at, (outputs,), number)
         for panel in range(own * together, min(panels, (own + 1) * together)):
-            sums[:], at = -0.0, 0  # neutral: adding any number, even -0, gives that number
+            sums[:], at = -0.0, first_row * length  # neutral: adding any number, even -0, gives that number
             for line in range(0, terms, lines):
-                count, place, end = min(lines, terms - line), (panel * terms + line) * COLUMNS, 0
+                count, place, end = min(lines, terms - line), ((before + panel) * terms + line) * COLUMNS, 0
                 if apart:
-                    own = array_at(packed_at, (outputs * terms,), np.float32), panel * COLUMNS, outputs, terms
+                    stored = array_at(packed_at, (outputs * terms,), np.float32), panel * COLUMNS, outputs, terms
                     near = laid_out, laid_out.view(kind), (packed_at - laid_out.ctypes.data) // 4
-                    _add_stored((x, at, length, step), own, (line, count), near, (sums, rows, tiles), add, apart)
+                    _add_stored((x, at, length, step), stored, (line, count), near, (sums, rows, tiles), add, apart)
                 for tile in range(0 if apart else tiles):
                     first, end, ahead, fetch = end, rows * (tile + 1) // tiles, place, 0
                     if rows >= fetched:  # fetching a line twice costs less than missing one

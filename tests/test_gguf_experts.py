@@ -20,12 +20,15 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.backend.cpu.layer_jobs import LayerJobs
+from lookahead.backend.cpu.routing import Routing, weights_of
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.kernels import block_product
+from lookahead.kernels import block_formats, block_product
 from lookahead.loading import gguf_files
 from lookahead.loading.gguf_plan import planned_once
 from lookahead.loading.quantized import QuantizedLinear, weight_count
 from lookahead.loading.quantized_experts import PARTS, QuantizedExperts, are_gated
+from lookahead.model.families.operations import Experts
 from tests.support.tiny_gguf import blocks, write_gguf
 
 pytestmark = [
@@ -39,6 +42,18 @@ EXPERTS, USED, INNER, SIZE = 4, 2, 768, 256  # inner sizes of experts are not in
 KINDS = dict.fromkeys(("token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_output"), "Q5_K")
 MIXED = "Q4_K", "Q4_K", "Q6_K"  # of gates, of what they scale, and last
 PROMPT = "abcdabcdabcabcd"
+
+
+def mixture_of(kinds: tuple[str, ...]) -> QuantizedExperts:
+    """Random experts of these types."""
+    config = Qwen3MoeConfig(num_experts=EXPERTS, hidden_size=SIZE, moe_intermediate_size=INNER)
+    experts = QuantizedExperts(Qwen3MoeExperts(config), kinds)
+    sizes = (INNER, SIZE), (INNER, SIZE), (SIZE, INNER)
+    for seed, (part, kind, (outputs, inputs)) in enumerate(zip(PARTS, kinds, sizes, strict=True)):
+        raw = [blocks(kind, outputs, inputs, EXPERTS * seed + i) for i in range(EXPERTS)]
+        laid_out = torch.stack([block_formats.lay_out(one, kind) for one in raw])
+        experts.register_parameter(f"{part}_blocks", nn.Parameter(laid_out, requires_grad=False))
+    return experts
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +124,28 @@ def test_a_mixture_as_it_is_stored_writes_the_tokens_of_its_own_generate(tmp_pat
     for config in (LookaheadConfig(proposers=()), LookaheadConfig()):
         got = lookahead.generate(model, tokenizer, ids[0], config=config, max_new_tokens=24, do_sample=False)
         assert got.token_ids[0] == expected
-    assert "2 of Q4_K/Q4_K/Q6_K" in str(lookahead.backend_report(model))
+        assert got.stats.exactness == "bitwise"
+    report = str(lookahead.backend_report(model))
+    assert "2 of Q4_K/Q4_K/Q6_K" in report and "passes as one call: yes" in report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q5_K", "Q6_K"), ("Q8_0", "Q8_0", "Q8_0")], ids="/".join)
+def test_experts_in_a_pass_have_the_bits_of_each_row_alone(kinds: tuple[str, ...], dtype: torch.dtype) -> None:
+    experts = mixture_of(kinds)
+    x, every = torch.randn(11, SIZE).to(dtype), torch.arange(EXPERTS)
+    places = torch.stack([every.roll(int(turn))[:USED] for turn in torch.randint(2, (11,))])  # 2 has no row
+    scales = torch.rand(11, USED).to(dtype)
+    router: Any = nn.Linear(SIZE, EXPERTS, bias=False).to(dtype)
+    part = Experts(experts, router, experts, USED, lambda logits: (scales, places), experts.act_fn)
+    jobs = LayerJobs(
+        lambda name, size: x.new_empty(1, 11, size), {}, None, {}, Any, lambda part: Routing(part, 11, dtype)
+    )
+    jobs.mixture = weights_of(part, {})
+    out = jobs.mixed(part, x[None])
+    jobs.run()
+    alone = torch.cat([experts(x[[i]], places[[i]], scales[[i]]) for i in range(11)])
+    assert torch.equal(out[0], alone)
 
 
 def test_experts_of_which_a_part_is_of_another_type_are_dequantized_whole(tmp_path: Path) -> None:

@@ -214,7 +214,9 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
     vocabulary = decoder_vocabulary(model)
     prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
     chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
-    tree = TokenTree.from_parents((np.arange(MAX_ROWS) * (step - 6) + prompt[-1]) % vocabulary, [*chain, *branches])
+    nodes = np.arange(MAX_ROWS)
+    tokens = nodes // (_LONGEST + 1) + nodes % (_LONGEST + 1) * (MAX_ROWS // 4) + prompt[-1]  # siblings differ
+    tree = TokenTree.from_parents(tokens % vocabulary, [*chain, *branches])
     branch, fork = MAX_ROWS - 1, int(tree.parents[-1])
     make_inputs, past, inputs = kind_of(model).probe(model, prompt.tolist(), 1)
     backend = CpuBackend(model, rows=1, capacity=64, make_inputs=make_inputs)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lookahead.kernels import block_formats
-from lookahead.loading.quantized_products import multiply
+from lookahead.kernels.packed_product import PackedWeight
+from lookahead.loading.quantized_products import multiply, packed_weight
 
 PARAMETERS = "gate_up_proj", "down_proj"
 PARTS = "gate", "up", "down"
@@ -37,6 +38,12 @@ class QuantizedExperts(nn.Module):
             blocks = nn.Parameter(torch.empty(shape, dtype=torch.int32, device="meta"), requires_grad=False)
             self.register_parameter(f"{part}_blocks", blocks)
 
+    def weights(self) -> list[PackedWeight]:
+        """The weights of the first expert, in the order of `PARTS`; those of the others follow them."""
+        blocks = (self.get_parameter(f"{part}_blocks")[0] for part in PARTS)
+        sizes = (outputs for outputs, _ in self._sizes())
+        return [packed_weight(*each) for each in zip(blocks, self.kinds, sizes, strict=True)]
+
     def _sizes(self) -> list[tuple[int, int]]:
         inner, outer = self.intermediate_dim, self.hidden_dim
         return [(inner, outer), (inner, outer), (outer, inner)]
@@ -53,16 +60,21 @@ class QuantizedExperts(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The sum over the experts `top_k_index`, `[tokens, k]`, of each token, times `top_k_weights`."""
-        out = torch.zeros_like(hidden_states)
+        """The sum over the experts `top_k_index`, `[tokens, k]`, of each token, times `top_k_weights`.
+
+        Results are added in the order of `top_k_index`, in float32, and rounded before that if the factors are.
+        """
+        results = hidden_states.new_zeros(*top_k_index.shape, self.hidden_dim)
         for expert in top_k_index.unique().tolist():
             if expert < self.num_experts:  # else of another process
                 tokens, places = torch.where(top_k_index == expert)
                 rows = hidden_states[tokens]
                 inner = self.act_fn(self._product(0, expert, rows)) * self._product(1, expert, rows)
-                outer = self._product(2, expert, inner) * top_k_weights[tokens, places, None]
-                out.index_add_(0, tokens, outer.to(out.dtype))
-        return out
+                results[tokens, places] = self._product(2, expert, inner)
+        out = torch.zeros_like(hidden_states, dtype=torch.float32)
+        for result, factor in zip(results.unbind(1), top_k_weights.unbind(1), strict=True):
+            out += result * factor[:, None]
+        return out.to(hidden_states.dtype)
 
     def _product(self, part: int, expert: int, x: Tensor) -> Tensor:
         blocks = self.get_parameter(f"{PARTS[part]}_blocks")[expert]

@@ -33,6 +33,7 @@ from lookahead.kernels.jobs import run
 from lookahead.kernels.norm_rows import LAYER_STEP
 from lookahead.kernels.packed_product import prepared_rows
 from lookahead.loading.quantized import QuantizedLinear
+from lookahead.loading.quantized_experts import QuantizedExperts
 from lookahead.model.attention import registered_attention
 from lookahead.model.call_caches import CACHE
 from lookahead.model.facts import attention_name, is_offloaded
@@ -55,6 +56,7 @@ from lookahead.model.known_code import (
 )
 
 _DTYPES = torch.float32, torch.bfloat16
+_KNOWN = {*ACTIVATIONS, nn.LayerNorm, QuantizedExperts}  # classes besides those of a family's file
 _OF_ATTENTION = "position_ids", "use_cache"  # what layers do not pass to recurrent modules
 
 
@@ -178,7 +180,7 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
         own |= set(map(id, mixture.tensors))
     mixing = () if layer.recurrence is None else layer.recurrence.parts  # as a module, or checked by `tree_mixers`
     for part in (part for part in layer.parts if part not in mixing):
-        of_file = type(part).__module__ == family.file or type(part) in ACTIVATIONS or type(part) is nn.LayerNorm
+        of_file = type(part).__module__ == family.file or type(part) in _KNOWN
         is_norm = any(part is norm.module for norm in layer.norms)
         more = [tensor for tensor in part._parameters.values() if tensor is not None and id(tensor) not in own]
         if not (of_file and is_bare(part)) or (more and not is_norm):

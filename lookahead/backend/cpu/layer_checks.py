@@ -152,7 +152,7 @@ def _mixed(layer: DeclaredLayer, source: torch.Generator) -> list[tuple[Tensor, 
     """The results of a mixture for some rows, each alone by its own code, and all of them by the kernels."""
     part = layer.experts
     assert part is not None
-    x = _random(source, 1, _ROWS, part.weights[0].shape[-1]).to(part.weights[0].dtype)
+    x = _random(source, 1, _ROWS, part.sizes[2]).to(part.router._parameters["weight"].dtype)
     own = torch.cat([called(part, row) for row in x.split(1, 1)], 1)
     nothing: Any = None  # a mixture does not attend
     jobs = _RowsAlone(

@@ -7,13 +7,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from lookahead.backend.cpu.activations import activation_of
 from lookahead.backend.cpu.cpu_pass import CpuPass
 from lookahead.backend.cpu.routing import UNPACKED_PASSES, MixtureWeights, Routing, called, weights_of
 from lookahead.kernels import experts, layer_ops
+from lookahead.kernels.experts import ExpertWeight
 from lookahead.kernels.jobs import Job, run
 from lookahead.kernels.packed_product import COLUMNS, PackedWeight, product
 from lookahead.model.families.operations import (
@@ -247,7 +247,7 @@ class LayerJobs:
         if self.mixture is None or self._routing is None:
             self.run()
             return called(part, x)
-        (router, gate_up, down, _), routing, size = self.mixture, self._routing(part), x.shape[-1]
+        (router, gates, down, _), routing, size = self.mixture, self._routing(part), x.shape[-1]
         tokens, biases = x.numel() // size, [part.router._parameters.get("bias")]
         flat = x.reshape(tokens, size)
         shared = None if part.shared is None else self._fed(part.shared, x, "shared").reshape(tokens, size)
@@ -256,22 +256,21 @@ class LayerJobs:
         if router is not None:
             self.jobs += product([router], x, biases, [routing.logits[:tokens]], self._prepared)
         self.pause(partial(routing.fill, part, self.mixture), tokens)
-        rows, inner = tokens * part.chosen, down.terms * (1 if x.dtype == torch.float32 else 2)
-        chosen = routing.chosen, rows
+        rows, (_, inner, _) = tokens * part.chosen, part.sizes
         routed, both, gate, results = (
             self.take(name, part.chosen * width).view(rows, width)
             for name, width in (("routed", size), ("both", 2 * inner), ("gate", inner), ("results", size))
         )
         halves = _INTERLEAVED if part.is_transposed else (slice(inner), slice(inner, None))
-        first, second = (both[:, some] for some in halves)
+        first, second = both.view(2, rows, inner) if part.is_quantized else [both[:, some] for some in halves]
         kind, table = activation_of(part.activation, x.dtype)
         bounds = part.activation._asdict() if isinstance(part.activation, ClampedGlu) else {}
-        out, (of_both, of_results) = self.take("change", size), part.biases
+        out, (of_both, *_, of_results) = self.take("change", size), part.biases
         self.jobs += [
             experts.gather(flat, routed, routing.sources[:rows]),
-            experts.products(routed, gate_up, of_both, both, *chosen),
+            *_by_experts(gates, routed, of_both, (first, second) if part.is_quantized else [both], routing),
             layer_ops.gating(first, second, kind, table, gate, **bounds),
-            experts.products(gate, down, of_results, results, *chosen),
+            *_by_experts([down], gate, of_results, [results], routing),
             experts.combine(
                 results, routing.factors[:tokens], routing.places[:tokens], out.view(tokens, size),
                 is_wide=part.is_wide, shared=shared, shares=routing.shares[:tokens] if part.gates else None,
@@ -353,13 +352,35 @@ class LayerJobs:
             is_whole = part.outputs == weight.outputs
             weights.append(weight if is_whole else part_of(weight, part))
             biases.append(bias if is_whole or bias is None else bias[part.first : part.first + part.outputs])
-        kinds = [(weight.packed.dtype, weight.is_stored, weight.kernel) for weight in weights]
-        # Consecutive weights of one type share a job.
-        ends = [at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]]
-        for pair in pairwise((0, *ends, len(kinds))):
-            some = slice(*pair)
-            self.jobs += product(weights[some], x, biases[some], outs[some], self._prepared)
+        self.jobs += _products_of(weights, x, biases, outs, self._prepared)
         return outs
+
+
+def _by_experts(
+    weights: Sequence[Any], x: Tensor, bias: Tensor | None, outs: Sequence[Tensor], routing: Routing
+) -> list[Job]:
+    """Jobs that multiply routed rows by weights of experts: by some in blocks, or by one, which may have a bias."""
+    if isinstance(weights[0], ExpertWeight):
+        return [experts.products(x, weights[0], bias, outs[0], routing.chosen, len(x))]
+    return _products_of(weights, x, [None] * len(weights), outs, routing.prepared, routing.chosen)
+
+
+def _products_of(
+    weights: Sequence[PackedWeight],
+    x: Tensor,
+    biases: Sequence[Tensor | None],
+    outs: Sequence[Tensor],
+    prepared: Tensor | None,
+    chosen: Tensor | None = None,
+) -> list[Job]:
+    """Jobs of `packed_product.product`, where consecutive weights of one type share a job."""
+    kinds = [(weight.packed.dtype, weight.is_stored, weight.kernel) for weight in weights]
+    ends = [at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]]
+    jobs = list[Job]()
+    for pair in pairwise((0, *ends, len(kinds))):
+        some = slice(*pair)
+        jobs += product(weights[some], x, biases[some], outs[some], prepared, chosen)
+    return jobs
 
 
 def part_of(weight: PackedWeight, part: Product) -> PackedWeight:

@@ -291,7 +291,7 @@ class PassTable(KeepsAddresses):
         return np.array([number for table in tables for number in table])
 
     def _routing(self, part: Experts) -> Routing:
-        key = part.chosen, *part.weights[0].shape
+        key = part.chosen, *part.sizes
         if key not in self._routings:
             self._routings[key] = Routing(part, self.most, self._hidden.dtype)
         return self._routings[key]

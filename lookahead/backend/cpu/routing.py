@@ -5,7 +5,6 @@ from __future__ import annotations
 from operator import is_not
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -20,6 +19,7 @@ from lookahead.kernels.experts import ExpertWeight
 from lookahead.kernels.packed_product import PackedWeight
 from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model.families.operations import Experts
+from lookahead.utils.jit import njit
 
 UNPACKED_PASSES = 24  # over mixtures as they are, which save as much time as packing takes
 
@@ -28,17 +28,20 @@ class MixtureWeights(NamedTuple):
     """The weights of a mixture, as the kernels take them."""
 
     router: PackedWeight | None  # None if torch must multiply by it, as it adds few outputs in another order
-    gate_up: ExpertWeight
-    down: ExpertWeight
+    inner: tuple[ExpertWeight | PackedWeight, ...]  # for gates and their factors, which blocks have apart
+    down: ExpertWeight | PackedWeight
     wide: Tensor | None  # the weight of a router that multiplies in float32, if the model's is of another type
 
 
 def multiplies(part: Experts) -> bool:
     """Whether the kernels multiply by the weights of a mixture, in half precision with the bits of single rows."""
-    gate_up, down = part.weights
     router = part.router._parameters["weight"]
+    if not (part.has_wide_router or packed_product.is_supported(router)):
+        return False
+    if part.is_quantized:
+        return router.dtype in (torch.float32, torch.bfloat16)
+    gate_up, down = part.weights
     is_supported = all(map(experts.multiplies, (gate_up, down)))
-    is_supported = is_supported and (part.has_wide_router or packed_product.is_supported(router))
     has_biases = all(bias is None or bias.is_contiguous() for bias in part.biases)
     blocks = (_block_of(weight) for weight in (gate_up[0], down[0]))
     return is_supported and has_biases and len({tensor.dtype for tensor in part.tensors}) == 1 and all(blocks)
@@ -67,7 +70,6 @@ def weights_of(part: Experts, known: dict[Any, Any], *, packs: bool = False) -> 
         known: The cache of its layer.
         packs: Whether to make packed copies, if there are none.
     """
-    gate_up, down = part.weights
     router, *_ = tensors = part.tensors
     versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
     kept: Any = known.get("mixture")
@@ -75,14 +77,18 @@ def weights_of(part: Experts, known: dict[Any, Any], *, packs: bool = False) -> 
     if is_old or (packs and not kept[2]):
         thread.is_cold = packs or getattr(thread, "is_cold", False)
         with torch.inference_mode():
-            first, second = (
-                experts.weight_of(weight, _block_of(weight[0]), packs=packs and not weight.is_inference())
-                for weight in (gate_up, down)
+            *inner, down = (
+                part.experts.weights()
+                if part.is_quantized
+                else [
+                    experts.weight_of(weight, _block_of(weight[0]), packs=packs and not weight.is_inference())
+                    for weight in part.weights
+                ]
             )
             is_wide = part.has_wide_router and router.dtype != torch.float32
             block = 0 if is_wide else _block_of(router, part.router._parameters.get("bias"))
             packed = packed_product.pack(router, block) if block else None
-            made = MixtureWeights(packed, first, second, router.float() if is_wide else None)
+            made = MixtureWeights(packed, tuple(inner), down, router.float() if is_wide else None)
         kept = known["mixture"] = (made, tensors), versions, packs
     weights: MixtureWeights = kept[0][0]
     return weights
@@ -109,18 +115,21 @@ class Routing:
         places: int64 `[most, chosen]`, the rows of the results of a token.
         sources: int64 `[most * chosen]`, the tokens of the rows, which are grouped by experts.
         chosen: int64 `[most * chosen, 3]`, as `kernels.experts.products` takes them.
+        prepared: For the rows of experts in blocks; else None.
     """
 
     def __init__(self, part: Experts, most: int, dtype: torch.dtype) -> None:
-        count, (total, _, size) = part.chosen, part.weights[0].shape
+        count, (total, _, size) = part.chosen, part.sizes
+        blocks = part.experts.weights() if part.is_quantized else []
+        self.prepared = packed_product.prepared_rows(blocks, most * count) if blocks else None
         self.rows = torch.empty(most, size, dtype=dtype, device="cpu")
         self.numbers = torch.arange(most, device="cpu")
         self.logits = torch.empty(most, total, dtype=dtype, device="cpu")
         self.shares = torch.empty(most, dtype=torch.float32, device="cpu")
         self.factors = torch.empty(most, count, dtype=torch.float32, device="cpu")
-        self.places, self.sources, self.chosen = (
+        self.places, self.sources, self.chosen, self._counts = (
             torch.zeros(shape, dtype=torch.int64, device="cpu")
-            for shape in ((most, count), (most * count,), (most * count, 3))
+            for shape in ((most, count), (most * count,), (most * count, 3), (total,))
         )
 
     def multiply(self, module: Any, tokens: int) -> Tensor:
@@ -142,14 +151,25 @@ class Routing:
             self.shares[:tokens] = torch.sigmoid(self.multiply(gate, tokens))[:, 0]
         factors, indices = part.route(logits)
         self.factors[:tokens] = factors
-        ids = indices.flatten().numpy()
-        order = np.argsort(ids, kind="stable")
-        rows, count = len(ids), indices.shape[1]
-        self.places.view(-1).numpy()[order] = np.arange(rows)
-        self.sources.numpy()[:rows] = order // count
-        ordered = ids[order]
-        firsts = np.flatnonzero(np.diff(ordered, prepend=-1))
-        chosen = self.chosen.numpy()
-        chosen[: len(firsts), 0], chosen[: len(firsts), 1] = ordered[firsts], firsts
-        chosen[: len(firsts), 2] = np.diff(firsts, append=rows)
-        chosen[len(firsts) :] = 0
+        held = self._counts, self.places, self.sources, self.chosen
+        _group(indices.contiguous().view(-1).numpy(), indices.shape[1], *(tensor.numpy() for tensor in held))
+
+
+@njit()
+def _group(ids, count, ends, places, sources, chosen):
+    """Group rows by experts; `ends` has room for a number per expert."""
+    ends[:] = 0
+    for expert in ids:
+        ends[expert] += 1
+    end = used = 0
+    for expert in range(len(ends)):
+        rows = ends[expert]
+        ends[expert] = end
+        if rows:
+            chosen[used, 0], chosen[used, 1], chosen[used, 2] = expert, end, rows
+            used, end = used + 1, end + rows
+    chosen[used:] = 0
+    for i in range(len(ids)):
+        row = ends[ids[i]]
+        ends[ids[i]] += 1
+        places[i // count, i % count], sources[row] = row, i // count

@@ -191,12 +191,7 @@ class Mlp(NamedTuple):
 
 
 class ClampedGlu(NamedTuple):
-    """`gate * sigmoid(factor * gate) * (up + 1)`, of clamped numbers.
-
-    Attributes:
-        limit: The largest gate, and the largest absolute value of `up`.
-        factor: Of the gate within the sigmoid.
-    """
+    """`gate * sigmoid(factor * gate) * (up + 1)`, of gates up to `limit` and of `up` from `-limit` to `limit`."""
 
     limit: float
     factor: float
@@ -208,14 +203,12 @@ class Experts(NamedTuple):
     Attributes:
         module: The mixture.
         router: It has a `weight`, `[experts, inputs]`, and maybe a `bias`.
-        experts: The module of `gate_up_proj`, `[experts, 2 * inner, inputs]`, and `down_proj`, and maybe of biases.
+        experts: The module of `gate_up_proj`, `[experts, 2 * inner, inputs]`, and `down_proj`, or of blocks.
         chosen: Experts per token.
         route: The factors and the indices of the chosen experts, `[tokens, chosen]`, for logits `[tokens, experts]`.
         activation: The module of the activation, or a clamped GLU.
         is_wide: Whether weighted results are added in float32 without being rounded.
-        is_transposed: Whether weights are stored as `[experts, inputs, outputs]`, and outputs for gates and their
-            factors alternate.
-        names: The names of the weights.
+        is_transposed: Whether weights are `[experts, inputs, outputs]`, where outputs for gates and factors alternate.
         shared: The expert that gets every token; its result is added.
         gates: A linear layer with one output, if the sigmoid of it is the factor of that result.
         has_wide_router: Whether the router multiplies in float32.
@@ -230,7 +223,6 @@ class Experts(NamedTuple):
     is_wide: bool = False
     is_transposed: bool = False
     norms: tuple[Norm, ...] = ()
-    names: tuple[str, str] = ("gate_up_proj", "down_proj")
     shared: Mlp | None = None
     gates: tuple[Any, ...] = ()
     has_wide_router: bool = False
@@ -241,23 +233,39 @@ class Experts(NamedTuple):
         return () if self.shared is None else self.shared.products
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the weights of the experts are blocks."""
+        return "gate_blocks" in self.experts._parameters
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The number of experts, and the numbers of their inner and of their outer rows."""
+        if self.is_quantized:
+            return self.experts.num_experts, self.experts.intermediate_dim, self.experts.hidden_dim
+        count, both, size = self.weights[0].shape
+        return count, both // 2, size
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the weights of the experts."""
+        return tuple(self.experts._parameters) if self.is_quantized else ("gate_up_proj", "down_proj")
+
+    @property
     def weights(self) -> tuple[Tensor, Tensor]:
-        """The weights of the experts, `[experts, outputs, inputs]`, transposed if they are stored so."""
+        """The weights of experts without blocks, `[experts, outputs, inputs]`, transposed if they are stored so."""
         first, second = (self.experts._parameters[name] for name in self.names)
         return (first.mT, second.mT) if self.is_transposed else (first, second)
 
     @property
-    def biases(self) -> tuple[Tensor | None, Tensor | None]:
-        """The biases of the experts, `[experts, outputs]`."""
-        first, second = (self.experts._parameters.get(f"{name}_bias") for name in self.names)
-        return first, second
+    def biases(self) -> list[Tensor | None]:
+        """The biases of the experts by weight, `[experts, outputs]`."""
+        return [self.experts._parameters.get(f"{name}_bias") for name in self.names]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What it reads: the weight of the router, those of the experts, and the biases."""
-        router = self.router._parameters
-        stored = (self.experts._parameters[name] for name in self.names)
-        tensors = router["weight"], *stored, router.get("bias"), *self.biases
+        router, own = self.router._parameters, self.experts._parameters
+        tensors = router["weight"], *map(own.get, self.names), router.get("bias"), *self.biases
         return tuple(tensor for tensor in tensors if tensor is not None)
 
     @property
