@@ -238,6 +238,7 @@ def test_a_processor_may_call_the_model_itself(model: PreTrainedModel) -> None:
     assert torch.equal(decode(model, contrast), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_default_dtype_or_device_of_torch_changes_no_token(name: str, dtype: torch.dtype) -> None:
