@@ -24,6 +24,7 @@ DELTA = {
     "linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "shared_expert_intermediate_size": 256,
 }  # fmt: skip
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 GROUPS = {
     "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 128, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
@@ -63,8 +64,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Starcoder2": {"sliding_window": 16},
     "GPTNeoX": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}, "head_dim": None,
+        "rope_parameters": PARTIAL, "head_dim": None,
     },
+    "Phi": {"rope_parameters": PARTIAL, "head_dim": None, "num_key_value_heads": 8},
+    "StableLm": {"rope_parameters": PARTIAL, "head_dim": None, "num_key_value_heads": 8, "use_qkv_bias": True},
+    "Cwm": WINDOWS,
     "Glm": {},
     "Glm4": {},
     "Ernie4_5": {},

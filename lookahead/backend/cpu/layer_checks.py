@@ -105,13 +105,14 @@ def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
         if rope is not None:
             rotate = vars(sys.modules[layer.family.file])["apply_rotary_pos_emb"]
             is_single = "x" in signature(rotate).parameters  # it rotates queries, and then keys
+            turned = [heads[..., : rope.size] for heads in (query, key)]  # some layers pass on only these
             rotated = (
-                [rotate(heads, *places, unsqueeze_dim=2) for heads in (query, key)]
+                [rotate(heads, *places, unsqueeze_dim=2) for heads in turned]
                 if is_single
-                else rotate(query, key, *places, unsqueeze_dim=2)
+                else rotate(*turned, *places, unsqueeze_dim=2)
             )
             run(layer_ops.rotation(query, key, *places, dim, rope.size, are_neighbours=rope.are_neighbours))
-            pairs += zip(rotated, (query, key), strict=True)
+            pairs += zip(rotated, turned, strict=True)
         for norm in layer.norms:
             states = _random(source, 6, len(norm.weight)).to(dtype)
             normed = torch.empty_like(states)

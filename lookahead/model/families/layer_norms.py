@@ -1,11 +1,11 @@
-"""StarCoder2 and GPT-NeoX: layer norms and plain MLPs, one after the other or parallel."""
+"""StarCoder2, GPT-NeoX, Phi and StableLM: layer norms, and mostly plain MLPs, one after the other or parallel."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lookahead.model.families.modules import attention, whole
-from lookahead.model.families.operations import LAYER, Family, Mlp, Norm, Residual, Rope, SelfAttention
+from lookahead.model.families.modules import attention, gated, whole
+from lookahead.model.families.operations import LAYER, Family, Mlp, Norm, Residual, Rope, SelfAttention, UndeclaredError
 
 
 def _norm(module: Any) -> Norm:
@@ -33,7 +33,32 @@ def _gpt_neox(layer: Any) -> tuple[Residual, ...]:
     )
 
 
+def _phi(layer: Any) -> tuple[Residual, ...]:
+    module, mlp, norm = layer.self_attn, layer.mlp, _norm(layer.input_layernorm)
+    return (
+        Residual(attention(module, rope=_rope(module), output="dense"), norm),
+        Residual(Mlp(mlp, whole(mlp.fc1), None, whole(mlp.fc2), mlp.activation_fn), norm, is_parallel=True),
+    )
+
+
+def _stablelm(layer: Any) -> tuple[Residual, ...]:
+    if layer.use_parallel_residual:
+        raise UndeclaredError("its MLP is added to the sum with its attention")
+    return (
+        Residual(attention(layer.self_attn, rope=_rope(layer.self_attn)), _norm(layer.input_layernorm)),
+        Residual(gated(layer.mlp), _norm(layer.post_attention_layernorm)),
+    )
+
+
+def _rope(module: Any) -> Rope:
+    if module.qk_layernorm:
+        raise UndeclaredError("heads have layer norms")
+    return Rope("", module.rotary_ndims)
+
+
 FAMILIES = (
+    Family("phi", "Phi", _phi, _norm, last_norm="final_layernorm"),
+    Family("stablelm", "StableLm", _stablelm, _norm),
     Family("starcoder2", "Starcoder2", _starcoder2, _norm),
     Family(
         "gpt_neox", "GPTNeoX", _gpt_neox, _norm, kind="Layer", decoder="gpt_neox", embedding="embed_in",

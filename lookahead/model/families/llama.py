@@ -1,4 +1,4 @@
-"""Llama and the families that keep its layer: Mistral, Ministral, Qwen, SmolLM3, Seed-OSS, Hunyuan, EXAONE."""
+"""Llama and the families that keep its layer: Mistral, Ministral, Qwen, SmolLM3, Seed-OSS, Hunyuan, EXAONE, CWM."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ FAMILIES = (
     Family("qwen2", "Qwen2", _qwen2),
     Family("qwen3", "Qwen3", _qwen3),
     Family("ministral", "Ministral", _qwen2),
+    Family("cwm", "Cwm", _qwen2),
     Family("smollm3", "SmolLM3", _smollm3),
     Family("seed_oss", "SeedOss", _llama),
     Family("hunyuan_v1_dense", "HunYuanDenseV1", _hunyuan),
