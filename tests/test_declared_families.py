@@ -105,7 +105,7 @@ def test_a_mixture_has_the_bits_of_single_rows_packed_or_not(name):
         own = torch.cat([routing.called(part, row) for row in x.split(1, 1)], 1)
         for packs in (False, True):
             weights = routing.weights_of(part, layer.known, packs=packs)
-            assert (weights.gate_up.layout == experts.PACKED) is packs
+            assert (weights.inner[0].layout == experts.PACKED) is packs
             jobs = fused_layers.LayerJobs(
                 lambda name, size: x.new_empty(1, 40, size),
                 *({}, None, {}, None, lambda part: routing.Routing(part, 40, HALF)),
@@ -114,6 +114,14 @@ def test_a_mixture_has_the_bits_of_single_rows_packed_or_not(name):
             mixed = jobs.mixed(part, x)
             jobs.run()
             assert torch.equal(mixed, own)
+
+
+def test_a_router_that_is_kept_in_float32_chooses_the_experts_of_generate(calls):
+    model = made("Ernie4_5_Moe")
+    for layer in model.base_model.layers[1:]:
+        layer.mlp.gate.float()
+    own, ours = both(model, prompt(), do_sample=False)
+    assert all(map(torch.equal, own.logits, ours.logits)) and calls
 
 
 def test_experts_whose_results_are_added_in_another_order_keep_the_bits_of_generate():

@@ -72,6 +72,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm": {},
     "Glm4": {},
     "Ernie4_5": {},
+    "Ernie4_5_Moe": {
+        "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2, "moe_intermediate_size": 128,
+        "moe_layer_start_index": 1, "moe_layer_interval": 1,
+    },
     "Helium": {"num_attention_heads": 4},
     "DeepseekV2": {**LATENT, "num_experts": 8, "topk_method": "group_limited_greedy", "head_dim": 32},
     "DeepseekV3": {**LATENT, "num_local_experts": 8, "head_dim": 32},
@@ -105,6 +109,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MIXTURES = (
     "DeepseekV2",
+    "Ernie4_5_Moe",
     "Glm4Moe",
     "Qwen2Moe",
     "Qwen3Moe",

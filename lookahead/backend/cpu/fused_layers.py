@@ -177,7 +177,7 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
     if layer.attention is not None:
         own = {id(tensor) for tensor in layer.attention.options.values() if isinstance(tensor, Tensor)}
     if mixture := layer.experts:
-        own |= set(map(id, mixture.tensors))
+        own |= set(map(id, (*mixture.tensors, *(each for part in mixture.of_router for each in part.parameters()))))
     mixing = () if layer.recurrence is None else layer.recurrence.parts  # as a module, or checked by `tree_mixers`
     for part in (part for part in layer.parts if part not in mixing):
         of_file = type(part).__module__ == family.file or type(part) in _KNOWN

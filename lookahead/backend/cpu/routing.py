@@ -43,8 +43,9 @@ def multiplies(part: Experts) -> bool:
     gate_up, down = part.weights
     is_supported = all(map(experts.multiplies, (gate_up, down)))
     has_biases = all(bias is None or bias.is_contiguous() for bias in part.biases)
+    read = part.tensors[1:] if part.has_wide_router else part.tensors
     blocks = (_block_of(weight) for weight in (gate_up[0], down[0]))
-    return is_supported and has_biases and len({tensor.dtype for tensor in part.tensors}) == 1 and all(blocks)
+    return is_supported and has_biases and len({tensor.dtype for tensor in read}) == 1 and all(blocks)
 
 
 def _block_of(weight: Tensor, bias: Tensor | None = None) -> int:
@@ -85,7 +86,8 @@ def weights_of(part: Experts, known: dict[Any, Any], *, packs: bool = False) -> 
                     for weight in part.weights
                 ]
             )
-            is_wide = part.has_wide_router and router.dtype != torch.float32
+            is_half = part.is_quantized or part.weights[0].dtype != torch.float32
+            is_wide = part.has_wide_router and is_half
             block = 0 if is_wide else _block_of(router, part.router._parameters.get("bias"))
             packed = packed_product.pack(router, block) if block else None
             made = MixtureWeights(packed, tuple(inner), down, router.float() if is_wide else None)

@@ -1,11 +1,15 @@
-"""GLM 4, ERNIE 4.5 and Helium: pairs of a rotary embedding are neighbours."""
+"""GLM 4, ERNIE 4.5 with its mixtures, and Helium: pairs of a rotary embedding are neighbours."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lookahead.model.families.modules import attention, gated, gated_at_once
-from lookahead.model.families.operations import WIDE, Family, Norm, Residual, Rope
+from lookahead.model.families.operations import WIDE, Experts, Family, Norm, Residual, Rope
 
 
 def _rope(layer: Any, *, is_wide: bool = False) -> Rope:
@@ -30,11 +34,32 @@ def _glm4(layer: Any) -> tuple[Residual, ...]:
     return attended._replace(after=after[0]), fed._replace(after=after[1])
 
 
+def _ernie_attention(layer: Any) -> Residual:
+    return Residual(attention(layer.self_attn, rope=_rope(layer, is_wide=True)), Norm(layer.input_layernorm))
+
+
 def _ernie(layer: Any) -> tuple[Residual, ...]:
-    return (
-        Residual(attention(layer.self_attn, rope=_rope(layer, is_wide=True)), Norm(layer.input_layernorm)),
-        Residual(gated(layer.mlp), Norm(layer.post_attention_layernorm)),
-    )
+    return _ernie_attention(layer), Residual(gated(layer.mlp), Norm(layer.post_attention_layernorm))
+
+
+def _corrected(logits: Tensor, router: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scores = torch.softmax(logits, 1, dtype=torch.float32)
+    indices = torch.topk(router.moe_statics(scores), router.top_k, dim=-1)[1]
+    factors = scores.gather(-1, indices)
+    return (factors / factors.sum(dim=-1, keepdim=True).clamp(min=router.norm_min)).to(dtype), indices
+
+
+def _ernie_moe(layer: Any) -> tuple[Residual, ...]:
+    mlp = layer.mlp
+    if not hasattr(mlp, "experts"):
+        return _ernie(layer)
+    router, own, shared = mlp.gate, mlp.experts, mlp.shared_experts and gated(mlp.shared_experts)
+    route = partial(_corrected, router=router, dtype=own.gate_up_proj.dtype)
+    feeding = Experts(
+        mlp, router, own, router.top_k, route, own.act_fn, shared=shared, has_wide_router=True,
+        of_router=(router.moe_statics,),
+    )  # fmt: skip
+    return _ernie_attention(layer), Residual(feeding, Norm(layer.post_attention_layernorm))
 
 
 def _wide(module: Any) -> Norm:
@@ -52,5 +77,6 @@ FAMILIES = (
     Family("glm", "Glm", _glm),
     Family("glm4", "Glm4", _glm4),
     Family("ernie4_5", "Ernie4_5", _ernie),
+    Family("ernie4_5_moe", "Ernie4_5_Moe", _ernie_moe),
     Family("helium", "Helium", _helium, _wide),
 )

@@ -212,6 +212,7 @@ class Experts(NamedTuple):
         shared: The expert that gets every token; its result is added.
         gates: A linear layer with one output, if the sigmoid of it is the factor of that result.
         has_wide_router: Whether the router multiplies in float32.
+        of_router: Submodules of the router, which `route` calls.
     """
 
     module: Any
@@ -226,6 +227,7 @@ class Experts(NamedTuple):
     shared: Mlp | None = None
     gates: tuple[Any, ...] = ()
     has_wide_router: bool = False
+    of_router: tuple[Any, ...] = ()
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -273,7 +275,7 @@ class Experts(NamedTuple):
         """The modules whose code it replaces, without linear layers and norms."""
         activation = () if isinstance(self.activation, ClampedGlu) else (self.activation,)
         shared = () if self.shared is None else self.shared.parts
-        return self.module, self.router, self.experts, *activation, *shared
+        return self.module, self.router, *self.of_router, self.experts, *activation, *shared
 
 
 class Recurrence(NamedTuple):
