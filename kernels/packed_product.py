@@ -36,7 +36,7 @@ _SUMS = 2 * HALVES  # sums per row and output in bfloat16 with AVX2
 _IN_CACHE = 512  # rows that every part of a weight is multiplied by at a time: more leave a cache before the next part
 _LINE = CACHE_LINE // 4  # float32 of a cache line
 _SQUARES = _LINE // LANES  # of registers, which have as many bytes as `fetch_rows` prefetches
-_PART_OF_BLOCK = 64  # terms of a panel as stored that are laid out at a time
+PART_OF_BLOCK = 64  # terms of a panel as stored that are laid out at a time
 _AT_ONCE = 512  # approximate lines of a quantized panel that are multiplied at a time
 # Most rows of a tile, rows from which memory is prefetched, and fewest tiles then, as measured on a Zen 4: for products
 # in one step, and for 64 sums added by halves.
@@ -268,7 +268,7 @@ def _add_products(left, right, out, rows, lines):
 
 
 @jit_part
-def _add_part(left, right, out, rows, lines):
+def add_part(left, right, out, rows, lines):
     """Add the products of a part of a block to those of earlier parts."""
     _tile_of_part((*left, 1), right, out, rows, lines)
 
@@ -292,7 +292,7 @@ def _multiply(address, left, kind, number, add, tiling, apart):
     shared = array_at(address, (_SHARED,), np.int64)
     _, parts, x_at, rows, length, step, terms, lines, numbers, together, chosen_at, of_expert = shared
     x, sums = array_at(x_at, (rows * step,), left), np.empty(rows * COLUMNS, np.float32)
-    laid_out = np.empty((lines if apart > 0 else _PART_OF_BLOCK) * COLUMNS, np.float32)
+    laid_out = np.empty((lines if apart > 0 else PART_OF_BLOCK) * COLUMNS, np.float32)
     chosen, expert, first_row, all_rows = array_at(chosen_at, (parts // of_expert, 3), np.int64), 0, 0, rows
     most, fetched, fewest = tiling
     part = claim_part(address)
@@ -320,7 +320,7 @@ def _multiply(address, left, kind, number, add, tiling, apart):
                 if apart:
                     stored = array_at(packed_at, (outputs * terms,), np.float32), panel * COLUMNS, outputs, terms
                     near = laid_out, laid_out.view(kind), (packed_at - laid_out.ctypes.data) // 4
-                    _add_stored((x, at, length, step), stored, (line, count), near, (sums, rows, tiles), add, apart)
+                    add_stored((x, at, length, step), stored, (line, count), near, (sums, rows, tiles), add, apart)
                 for tile in range(0 if apart else tiles):
                     first, end, ahead, fetch = end, rows * (tile + 1) // tiles, place, 0
                     if rows >= fetched:  # fetching a line twice costs less than missing one
@@ -333,7 +333,7 @@ def _multiply(address, left, kind, number, add, tiling, apart):
 
 
 @jit_part
-def _add_stored(left, weight, some, near, to, add, apart):
+def add_stored(left, weight, some, near, to, add, apart):
     """Add the products of a block of a panel as stored, part by part, each laid out in a near cache for all rows.
 
     While a part is laid out, half of that part of the next panel is prefetched, and the other half while it is
@@ -341,7 +341,7 @@ def _add_stored(left, weight, some, near, to, add, apart):
     """
     (x, at, length, step), (_, row, _, terms), (line, count), (sums, rows, tiles) = left, weight, some, to
     laid_out, right, before = near
-    block, part = np.zeros(rows * COLUMNS, np.float32), _PART_OF_BLOCK if apart < 0 else count
+    block, part = np.zeros(rows * COLUMNS, np.float32), PART_OF_BLOCK if apart < 0 else count
     fetch = -(-CACHE_LINE // (2 * tiles))
     for begin in range(0, count, part):
         number, end = min(part, count - begin), 0
@@ -373,9 +373,9 @@ def _store(sums, bias, has_bias, out, rows, begin, outputs):
 # By the dtype of a weight, and whether it is as stored.
 _ENTRIES = {
     (torch.float32, False): multiplying((np.float32, np.float32, np.float32), _add_products, _TILING),
-    (torch.float32, True): multiplying((np.float32, np.float32, np.float32), _add_part, _TILING, -1),
+    (torch.float32, True): multiplying((np.float32, np.float32, np.float32), add_part, _TILING, -1),
     (torch.int32, False): multiplying((np.int32, np.int32, np.uint16), _add_products, _TILING),
-    (torch.int32, True): multiplying((np.int32, np.int32, np.uint16), _add_part, _TILING, -1),
+    (torch.int32, True): multiplying((np.int32, np.int32, np.uint16), add_part, _TILING, -1),
     (torch.bfloat16, False): multiplying((np.float32, np.int32, np.uint16), _add_by_halves, _TILING_OF_HALVES),
     (torch.bfloat16, True): multiplying((np.float32, np.int32, np.uint16), _add_by_halves, _TILING_OF_HALVES, HALVES),
 }

@@ -17,6 +17,8 @@ from lookahead.backend.cpu import linears, product_bits
 from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.protocol import BitPolicy
 from lookahead.decoding.path_report import backend_report
+from lookahead.kernels import experts
+from lookahead.kernels.jobs import run as run_jobs
 from lookahead.model.model_state import state_of
 from tests.support.declared import both, has_kernels, made, prompt
 from tests.support.products import cancelling_rows, half_model, kept_choice, run
@@ -92,6 +94,20 @@ def test_a_transposed_weight_is_multiplied_by_torch(dtype, monkeypatch):
     assert torch.equal(run(LinearScope(model), model, x, BitPolicy.BATCH), model(x))
     assert copies_of(model) == 0
     assert {layer.product for layer in state_of(model).linears.values()} <= {"torch"}
+
+
+@types
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_experts_as_stored_have_the_bits_of_packed_ones(rows, dtype):
+    weights, x = torch.randn(3, 48, 1120).to(dtype), torch.randn(2 * rows, 1120).to(dtype)
+    chosen, outs = torch.tensor([[2, 0, rows], [0, rows, rows], [0, 0, 0]]), list[torch.Tensor]()
+    for packs in (True, False):
+        own = experts.weight_of(weights, 512, packs=packs)
+        outs.append(x.new_empty(2 * rows, 48))
+        run_jobs(experts.products(x, own, None, outs[-1], chosen, 3))
+    assert torch.equal(*outs)
+    expected = torch.cat([x[:rows].double() @ weights[2].double().T, x[rows:].double() @ weights[0].double().T])
+    assert torch.allclose(outs[1].double(), expected, rtol=0.02, atol=0.5 if dtype == torch.bfloat16 else 1e-3)
 
 
 def test_where_torch_is_faster_than_products_of_weights_as_stored_it_multiplies(tmp_path):
