@@ -5,10 +5,14 @@
     python -m bench.passes --dtype bf16 --threads 2
     python -m bench.passes --dtype bf16 --stored
     python -m bench.passes --model DIR --dtype fp32 --contexts 300,8000,32000 --nodes 1,8,64
+    python -m bench.passes --dtype bf16 --contexts 2000,8000 --reading
 
 Our ways take turns with one step of transformers: "exact" lets every node attend alone (half precision only), "fast"
 uses a mask. Figures are the least milliseconds of all rounds, of CPU time with one thread and of wall time with
 several. Behind more than 1,024 tokens the keys and values of the first 1,024 repeat.
+
+`--reading` measures how long a prompt of each context is read instead, in turn by transformers and by lookahead, and
+whether both have the same bits.
 
 A perfect pass reads every weight, key and value once at the measured bandwidth of the threads, or multiplies at their
 measured peak, whichever takes longer. "% of perfect" is its time over the time of the way.
@@ -148,11 +152,40 @@ def measure(
     return milliseconds
 
 
+def measure_reading(
+    model: PreTrainedModel, prompt: torch.Tensor, rounds: int, clock: Callable[[], float]
+) -> dict[str, float | bool]:
+    """Least milliseconds of reading a prompt, int64 `[tokens]`, and whether the logits have the same bits."""
+    backend = backend_for(model, rows=1, capacity=len(prompt) + 1)
+    causal_lm, seconds, logits = cast(Any, model), dict[str, list[float]](), dict[str, torch.Tensor]()
+
+    def theirs() -> torch.Tensor:
+        with torch.inference_mode():
+            own: torch.Tensor = causal_lm(
+                prompt[None], logits_to_keep=1, **{CACHE: DynamicCache(config=model.config)}
+            ).logits
+        return own
+
+    def ours() -> torch.Tensor:
+        backend.begin(len(prompt) + 1)
+        with backend.serving():
+            return backend.read([prompt.numpy().astype(np.int32)])
+
+    for _ in range(rounds + 1):  # the first round packs weights and compiles
+        for name, way in (("transformers", theirs), ("lookahead", ours)):
+            begun = clock()
+            logits[name] = way()
+            seconds.setdefault(name, []).append(clock() - begun)
+    figures: dict[str, float | bool] = {name: round(1e3 * min(laps[1:]), 1) for name, laps in seconds.items()}
+    return {**figures, "same_bits": torch.equal(*logits.values())}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="bf16", core=True, threads=True, quantize=True)
     parser.add_argument("--contexts", default="60,700", help="tokens, with commas between them")
     parser.add_argument("--nodes", default="1,4,8,16,32", help="likewise")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--reading", action="store_true", help="measure how long prompts are read")
     parser.add_argument("--stored", action="store_true", help="without packed copies of weights")
     arguments = parser.parse_args(argv)
     stay_on_cores(arguments.core, arguments.threads)
@@ -160,13 +193,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         linears._SHARE_OF_MEMORY = 0.0
     clock = timer_of(arguments.threads)
     model = load(arguments.model, dtype=arguments.dtype, device="cpu", quantize=arguments.quantize).model
+    vocabulary = model.config.get_text_config().vocab_size
+    prompts = {n: (torch.arange(n) * 7919 + 13) % vocabulary for n in map(int, arguments.contexts.split(","))}
+    if arguments.reading:
+        read_ms = {n: measure_reading(model, prompt, arguments.rounds, clock) for n, prompt in prompts.items()}
+        publish({**setting_of(arguments), "reading_ms": read_ms}, arguments.output)
+        return
     bandwidth, peak = machine(model.dtype, clock)
     widths = [int(each) for each in arguments.nodes.split(",")]
     print(f"{bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s, {model.dtype}, {arguments.threads} threads")
     ways = {name: policy for name, policy in WAYS.items() if name != "exact" or keeps_solo_bits(model)}
-    vocabulary, tables, perfect = model.config.get_text_config().vocab_size, {}, {}
-    for context in map(int, arguments.contexts.split(",")):
-        prompt = (torch.arange(context) * 7919 + 13) % vocabulary
+    tables, perfect = {}, {}
+    for context, prompt in prompts.items():
         cache = read(model, prompt)
         limits = {width: round(perfect_ms(model, cache, width, bandwidth, peak), 2) for width in widths}
         perfect[context] = limits
