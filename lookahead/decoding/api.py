@@ -330,6 +330,7 @@ def options_of(
     # With `penalty_alpha` `top_k` is an option of contrastive search.
     if names & _DRAWS and not names & {"do_sample", "penalty_alpha"}:
         if options.get("temperature") == 0:
+            validation.check_numbers({name: options[name] for name in names})
             options = {name: value for name, value in options.items() if name not in _DRAWS} | {"do_sample": False}
         elif getattr(generation_config, "do_sample", None) is not False:
             options = {**options, "do_sample": True}

@@ -147,7 +147,7 @@ def check_options(
     if seed is not None:
         check_seed(seed)
     given = {name: value for name, value in options.items() if value is not None}
-    _check_numbers(given)
+    check_numbers(given)
     if not isinstance(given.get("do_sample", False), bool):
         raise ConfigError(f"do_sample must be True or False, got {given['do_sample']!r}")
     if given.get("temperature") == 0 and resolved(model, generation_config, options, "do_sample"):
@@ -161,7 +161,7 @@ def check_options(
                 raise ConfigError(f"{name!r} is not an option of generate; did you mean {meant!r}?")
 
 
-def _check_numbers(options: Mapping[str, Any]) -> None:
+def check_numbers(options: Mapping[str, Any]) -> None:
     """Raise ConfigError if a number is out of its range."""
     for name, value in options.items():
         if name in _WHOLE:
