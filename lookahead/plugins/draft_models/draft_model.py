@@ -333,7 +333,9 @@ class ModelProposer(BatchProposer):
         """Read the new tokens of every row in a first pass, then grow their trees pass by pass."""
         begin = time.perf_counter()
         states, unread = [self._rows[row] for row in self._slots], self._unread(backend)
-        is_short = max(map(len, unread)) <= _MOST_UNREAD
+        # What an encoder has read joins a cache when `read` begins it.
+        is_begun = not self.reads_inputs or bool(backend.cache.slots.lengths[: len(self._slots)].all())
+        is_short = is_begun and max(map(len, unread)) <= _MOST_UNREAD
         for row, state, tokens in zip(self._slots, states, unread, strict=True):
             state.tree = DraftTree(tokens, self._guess_of(guesses.get(row))) if is_short else DraftTree(tokens[-1:])
         trees = [state.tree for state in states if state.tree is not None]
