@@ -63,6 +63,7 @@ def _kind_of(part: Experts | None) -> Iterator[Any]:
     """What decides in which order a mixture adds, and of how many numbers."""
     if part is not None:
         yield from (part.chosen, part.is_wide, len(part.gates), *(tensor.shape for tensor in part.tensors))
+        yield getattr(part.experts, "kinds", None)  # formats may have blocks of one size
         yield part.activation if isinstance(part.activation, ClampedGlu) else None
         # It may be set between two calls: one adds by the numbers of the experts, others as they were chosen.
         yield experts_name(getattr(part.experts, "config", None))
