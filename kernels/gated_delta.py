@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core.cgutils import unpack_tuple
 from torch import Tensor
 
-from lookahead.kernels.jobs import Job, claim_part
+from lookahead.kernels.jobs import Job, by_parts, claim_part
 from lookahead.kernels.microkernel import LANES, VECTOR, WHOLE, emit_loop, spread, vector_at
 from lookahead.kernels.scalars import bits_of, jit_part, narrow, numbers_at, to_intrinsic, widen
 from lookahead.utils.addresses import array_at
@@ -265,25 +264,7 @@ def _columns(state, only, parents, queries, keys, decays, betas, deltas, results
                 results[node, first + i] = sums[i]
 
 
-@jit_part
-def _work(address, kind):
-    """Do parts, a head each, until there are none."""
-    heads = array_at(address, (2,), np.int64)[1]
-    head = claim_part(address)
-    while head < heads:
-        _head(address + 16, head, kind)
-        head = claim_part(address)
-
-
-def _work_on_halves(address: Any) -> None:
-    _work(address, 0)
-
-
-def _work_on_floats(address: Any) -> None:
-    _work(address, 0.0)
-
-
-_ENTRIES = {torch.bfloat16: _work_on_halves, torch.float32: _work_on_floats}
+_ENTRIES = by_parts(_head)
 
 
 def _advance_heads(address: Any) -> None:

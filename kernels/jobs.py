@@ -10,11 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numba import types
 
 from lookahead.kernels.scalars import jit_part
 from lookahead.kernels.team import HEAD, ROW, add, join, lead, memory_of_team, team_of
+from lookahead.utils.addresses import array_at
 from lookahead.utils.jit import cfunc
 
 Job = tuple[Callable[[Any], None], int, Sequence[int], object]
@@ -126,3 +128,28 @@ def torch_on_threads(most: int) -> Iterator[None]:
 def claim_part(address):
     """The index of the next part, which no other thread gets."""
     return add(address, 1)
+
+
+@jit_part
+def _work(address, work, kind):
+    """Do parts until there are none."""
+    parts = array_at(address, (2,), np.int64)[1]
+    part = claim_part(address)
+    while part < parts:
+        work(address + 16, part, kind)
+        part = claim_part(address)
+
+
+def by_parts(work: Any) -> dict[torch.dtype, Callable[[Any], None]]:
+    """Job functions by the dtype of a model, which call `work` for every part.
+
+    It takes the address of the numbers of the job, the part, and 0 for bfloat16 or 0.0 for float32.
+    """
+
+    def on_halves(address: Any) -> None:
+        _work(address, work, 0)
+
+    def on_floats(address: Any) -> None:
+        _work(address, work, 0.0)
+
+    return {torch.bfloat16: on_halves, torch.float32: on_floats}

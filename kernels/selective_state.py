@@ -23,7 +23,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from lookahead.kernels.jobs import Job, claim_part
+from lookahead.kernels.jobs import Job, by_parts
 from lookahead.kernels.microkernel import (
     LANES,
     PAIRS,
@@ -235,22 +235,4 @@ def _head(address, head, kind):
                 out[node, place + i] = widen(narrow(kept, line[i])) * gates[node, place + i]
 
 
-@jit_part
-def _work(address, kind):
-    """Do parts, a head each, until there are none."""
-    heads = array_at(address, (2,), np.int64)[1]
-    head = claim_part(address)
-    while head < heads:
-        _head(address + 16, head, kind)
-        head = claim_part(address)
-
-
-def _work_on_halves(address: Any) -> None:
-    _work(address, 0)
-
-
-def _work_on_floats(address: Any) -> None:
-    _work(address, 0.0)
-
-
-_ENTRIES = {torch.bfloat16: _work_on_halves, torch.float32: _work_on_floats}
+_ENTRIES = by_parts(_head)
