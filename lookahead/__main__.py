@@ -15,7 +15,7 @@ def run() -> None:
         print("interrupted: stopped before it was finished", file=sys.stderr)
         _end()
     except SystemExit as end:
-        if end.code in (130, 143):
+        if end.code in (129, 130, 143):
             _end(end.code)
         raise
 

@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_NUMBER = re.compile(r"\[Errno -?\d+\] ")
 _INNER = ("lookahead", "torch", "transformers")
 
 
@@ -111,9 +112,14 @@ class ClusterError(LookaheadError, RuntimeError):
     """A Ray cluster cannot be reached, or its workers fail."""
 
 
+def _message(error: BaseException) -> str:
+    """The message of an error, without the number that an error of the system has in front of its words."""
+    return _NUMBER.sub("", str(error))
+
+
 def one_line(error: BaseException) -> str:
     """The message of an error in one line, or the name of its type if it has no message."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(_message(error).split()) or type(error).__name__
 
 
 def named(error: BaseException) -> str:
@@ -131,7 +137,7 @@ def with_place(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its type if it has no message."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next((line.strip() for line in _message(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def count(number: int, one: str, many: str | None = None) -> str:

@@ -215,7 +215,7 @@ def test_a_broken_file_is_ignored_with_a_warning_and_replaced_by_the_next(tiny_l
     path = cost_path(tiny_llama, tmp_path)
     path.write_text(content)
     cost = StepCost()
-    with pytest.warns(UserWarning, match="are ignored, they will be measured"):
+    with pytest.warns(UserWarning, match="cannot be used, and are measured again"):
         assert not read_costs(tiny_llama, cost, tmp_path)
     np.testing.assert_allclose(curves(cost), curves(StepCost()))
     write_costs(tiny_llama, learned(), tmp_path)

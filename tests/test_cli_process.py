@@ -19,6 +19,7 @@ from typer.models import ArgumentInfo
 from typer.testing import CliRunner
 
 from lookahead.cli.app import app, main
+from lookahead.cli.terminal import raise_on_signals
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
 from tests.support.forked import command, heed_ctrl_c
@@ -117,7 +118,7 @@ def test_ctrl_c_while_the_command_loads_says_so_in_a_line(folder, module):
     assert "Traceback" not in ran.stderr and not (folder / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_while_a_long_document_is_read_ends_the_job_with_its_closing_line(folder, how, status):
     (folder / "long.txt").write_text("The cat sat on the mat, and the dog saw it. " * 20_000)
     words = [sys.executable, "-m", "lookahead", "summarize", "long.txt", "-o", "out.jsonl", *OPTIONS]
@@ -187,6 +188,30 @@ def test_a_full_device_behind_stdout_is_told_in_one_line(folder):
     assert process.stderr == message
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["pool"]], ids=" ".join)
+def test_a_full_device_behind_a_help_text_is_told_in_one_line(words):
+    run = [sys.executable, "-m", "lookahead", *words]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(run, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (1, "error: writing failed: No space left on device\n")
+
+
+def test_a_closed_terminal_ends_a_command_unless_nohup_has_it_go_on():
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise_on_signals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        raise_on_signals()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("output", [(), ("-o", "out.jsonl")], ids=["shown", "to a file"])
 def test_a_closed_standard_output_loses_no_summary_in_silence(cli_folder, model_folder, monkeypatch, capsys, output):
     arguments = ["lookahead", "summarize", "a.txt", *output, "--model", str(model_folder), "--max-new-tokens", "4"]
@@ -201,10 +226,15 @@ def test_a_closed_standard_output_loses_no_summary_in_silence(cli_folder, model_
         assert ended.value.code == 1 and "error: writing failed: " in said and "0 finished summaries in stdout" in said
 
 
-def test_a_closed_standard_input_is_told(monkeypatch):
+def test_a_closed_standard_input_is_told(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", None)
     (reject,) = read_documents(find_inputs(["-"]))
     assert reject.error == "-: standard input is closed"
+    for words in (["chat"], ["generate"], ["tokens"]):
+        with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+            patched.setattr(sys, "argv", ["lookahead", *words])
+            main()
+        assert ended.value.code == 2 and "standard input is closed" in capsys.readouterr().err
 
 
 # Bytes that are no text

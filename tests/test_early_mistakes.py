@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lookahead.cli.app import app
 from lookahead.documents.inputs import check_output
-from lookahead.errors import ConfigError, PoolError
+from lookahead.errors import ConfigError, PoolError, first_line, one_line
 from lookahead.proposers.pool_files import changing
 
 ROOT = Path(__file__).parent.parent
@@ -90,6 +90,11 @@ def test_a_device_that_is_not_here_is_told_with_those_that_are():
         result = CliRunner().invoke(app, ["doctor", "--device", name])
         assert result.exit_code == 2
         assert result.stderr.startswith(f"error: device '{name}' is not available: PyTorch finds cpu")
+
+
+def test_the_number_of_an_error_of_the_system_is_not_shown():
+    assert one_line(OSError(errno.ENOTDIR, "Not a directory", "a/b")) == "Not a directory: 'a/b'"
+    assert first_line(ValueError("[Errno -2] Name or service not known\nmore")) == "Name or service not known"
 
 
 def test_a_read_only_file_system_is_told_as_such(tmp_path, monkeypatch):

@@ -135,7 +135,7 @@ def test_a_pipe_is_no_job_file(tmp_path):
 
 def test_a_pipe_is_no_file_of_costs(tmp_path, tiny_llama):
     os.mkfifo(cost_path(tiny_llama, tmp_path))
-    with pytest.warns(UserWarning, match=r"are ignored, they will be measured: .*not a regular file"):
+    with pytest.warns(UserWarning, match=r"cannot be used, and are measured again: .*not a regular file"):
         assert not lookahead.load_costs(tiny_llama, tmp_path)
 
 

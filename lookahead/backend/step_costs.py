@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from lookahead.backend.calibration import calibrate_quickly
 from lookahead.config import refuses_removed
 from lookahead.drafting.cost_model import StepCost
-from lookahead.errors import ConfigError, warn
+from lookahead.errors import ConfigError, one_line, warn
 from lookahead.loading.quantized import QUANTIZED_LAYERS
 from lookahead.model.model_state import state_of
 from lookahead.utils.atomic import read_json, write_atomically
@@ -75,11 +75,10 @@ def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool
     path = cost_path(model, folder)
     try:
         state_of(model).learned.cost.update(_read_costs(path, identity(model)))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except _UNREADABLE as error:
-        reason = " ".join(str(error).split())
-        warn(f"the step costs in {path} are ignored, they will be measured: {reason}")
+        warn(f"the step costs in {path} cannot be used, and are measured again: {one_line(error)}")
         return False
     return True
 

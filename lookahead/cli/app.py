@@ -21,7 +21,7 @@ from lookahead.cli.measure import explain, train
 from lookahead.cli.models import models, pull
 from lookahead.cli.serve import serve
 from lookahead.cli.summarize import report, summarize
-from lookahead.cli.terminal import raise_on_sigterm
+from lookahead.cli.terminal import raise_on_signals
 from lookahead.cli.tokens import tokens
 from lookahead.cli.transcribe import transcribe
 
@@ -41,7 +41,7 @@ def main() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names can hold bytes that are not UTF-8
-    raise_on_sigterm()
+    raise_on_signals()
     app(prog_name="lookahead")
 
 

@@ -82,6 +82,8 @@ def chat(options: ChatOptions) -> None:
     """
     if options.is_saved():
         return
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed, so there are no messages")
     check_seed(options.seed)
     config = options.config()
     session, messages = None, None

@@ -103,10 +103,10 @@ class _Plain:
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         given = (each[2:].partition("=")[0] for each in takewhile("--".__ne__, args) if each.startswith("--"))
-        with usage_errors():
-            refuse_removed(name.replace("-", "_") for name in given)
         try:
-            return super().parse_args(ctx, args)  # type: ignore[misc]
+            with usage_errors():  # of the help and the version too, which are printed here
+                refuse_removed(name.replace("-", "_") for name in given)
+                return super().parse_args(ctx, args)  # type: ignore[misc]
         except typer.BadParameter as error:
             for found in getattr(error.__cause__, "errors", list)()[:1]:  # of pydantic, which newer versions use
                 got = repr(found["input"])

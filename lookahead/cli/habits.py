@@ -16,7 +16,7 @@ from platformdirs import user_data_path
 
 from lookahead.cli.options import option
 from lookahead.cli.terminal import harmless, say, show_line, usage_errors
-from lookahead.errors import ConfigError
+from lookahead.errors import ConfigError, one_line
 from lookahead.utils.atomic import read_json, write_atomically
 
 if TYPE_CHECKING:
@@ -57,10 +57,11 @@ def _use_template(context: typer.Context, name: str | None) -> str | None:
             try:
                 values = dict(read_json(file))
             except FileNotFoundError as error:
-                names = ", ".join(sorted(path.stem for path in file.parent.glob("*.json"))) or "none"
-                raise ConfigError(f"no options are kept as {name!r}, only {names}; --save keeps some") from error
+                names = ", ".join(sorted(path.stem for path in file.parent.glob("*.json")))
+                others = f"there are {names}" if names else "--save NAME keeps some"
+                raise ConfigError(f"no options are kept as {name!r}; {others}") from error
             except (OSError, ValueError, TypeError) as error:
-                raise ConfigError(f"{file}: not a file of options: {error}") from error
+                raise ConfigError(f"{file}: not a file of options: {one_line(error)}") from error
             if unknown := values.keys() - ({parameter.name for parameter in context.command.params} - _NOT_KEPT):
                 raise ConfigError(f"{file}: 'lookahead {context.info_name}' has no {', '.join(sorted(unknown))}")
             context.default_map = values
@@ -105,7 +106,7 @@ def last_session(session: Path | None, *, is_continued: bool) -> Path | None:
     except FileNotFoundError:
         return _ready("chat.json")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{note}: not the name of a chat: {error}; remove it to begin one") from error
+        raise ConfigError(f"{note}: not the name of a chat: {one_line(error)}; remove it to begin one") from error
 
 
 def _checked(name: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lookahead.cli.options import DeviceOptions, DraftingOptions, model_option, new_tokens_option, option
 from lookahead.cli.terminal import console, memory_file_saved_at_exit, prepare, say
-from lookahead.errors import ConfigError
+from lookahead.errors import ConfigError, one_line
 from lookahead.loading.loading import locate_model
 from lookahead.loading.suggested_models import default_name
 
@@ -139,7 +139,7 @@ def _keys(options: ServeOptions) -> list[str]:
     try:
         lines = options.api_key_file.read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--api-key-file: {options.api_key_file} cannot be read: {error}") from error
+        raise ConfigError(f"--api-key-file: {options.api_key_file} cannot be read: {one_line(error)}") from error
     keys = [_checked(line) for line in lines if line.strip()]
     if not keys:
         raise ConfigError(f"--api-key-file: {options.api_key_file} has no key")

@@ -22,7 +22,7 @@ from lookahead.cli.terminal import (
     find_sources,
     load,
     memory_file_saved_at_exit,
-    raise_on_sigterm,
+    raise_on_signals,
     say,
     show_line,
     status_of,
@@ -87,8 +87,8 @@ def summarize(options: SummarizeOptions) -> None:
       lookahead summarize --job job.toml --dry-run
 
     Exit status: 0 all documents are summarized; 1 a document failed, a file could not be written or was changed by
-    another program, or --compare found a difference in fp32; 2 an argument is wrong, and nothing was written; 130
-    or 143 interrupted by Ctrl-C or SIGTERM, and finished summaries are kept.
+    another program, or --compare found a difference in fp32; 2 an argument is wrong, and nothing was written; 130,
+    143 or 129 ended by Ctrl-C, SIGTERM or a closed terminal, and finished summaries are kept.
     """
     if options.as_json:
         if options.format == "text":
@@ -159,7 +159,7 @@ def _worker_pool(options: JobOptions, settings: JobSettings) -> Iterator[WorkerP
             status.update(f"waiting for the first of {count(workers, 'worker')}")
             pool.wait_ready()
             status.stop()
-            raise_on_sigterm()  # Ray has its own handler
+            raise_on_signals()  # Ray has its own handler
             yield pool
 
 

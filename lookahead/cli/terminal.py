@@ -125,22 +125,28 @@ def usage_errors(*, truncates: bool = False) -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does, with its closing line."""
+    """A signal that ends a command as Ctrl-C does, with its closing line; its number is the argument."""
 
 
-def raise_on_sigterm() -> None:
-    """Raise `Terminated` from now on when the process is asked to end; only its main thread hears of that."""
+def raise_on_signals() -> None:
+    """Raise `Terminated` from now on when the process is asked to end, or its terminal is closed.
 
-    def end(*_: object) -> None:
-        raise Terminated
+    Only the main thread hears of that. What `nohup` ignores stays ignored.
+    """
+
+    def end(number: int, _: object) -> None:
+        raise Terminated(number)
 
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, end)
+        for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+            number = getattr(signal, name, signal.SIGTERM)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, end)
 
 
 def status_of(interrupt: KeyboardInterrupt) -> int:
     """The exit status of a command that was interrupted, as shells count signals."""
-    return 143 if isinstance(interrupt, Terminated) else 130
+    return 128 + (interrupt.args[0] if isinstance(interrupt, Terminated) else signal.SIGINT)
 
 
 def table(rows: Sequence[Mapping[str, str] | tuple[str, str]], total: Mapping[str, str] | None = None) -> Table:
@@ -181,7 +187,7 @@ def load(
             try:
                 lookahead.prepare_costs(loaded.model)
             except OSError as error:
-                say("warning", f"step costs are not kept for the next time: {error}")
+                say("warning", f"step costs are not kept for the next time: {one_line(error)}")
     return loaded
 
 

@@ -16,6 +16,7 @@ import torch
 import xxhash
 from platformdirs import user_cache_path
 
+from lookahead.errors import one_line
 from lookahead.kernels import dispatch, self_test
 from lookahead.kernels.dispatch import KernelVariant, Verdict
 from lookahead.utils.atomic import read_json, write_atomically
@@ -87,7 +88,7 @@ def run_tests(variants: Sequence[KernelVariant]) -> list[Verdict]:
         except subprocess.TimeoutExpired as error:
             code, lines, problem = 1, error.stdout or b"", f"its test took more than {patience_s} s"
         except OSError as error:
-            unstarted = Verdict(f"no process can be started for its test: {error}", is_lasting=False)
+            unstarted = Verdict(f"no process can be started for its test: {one_line(error)}", is_lasting=False)
             return verdicts + [unstarted] * len(left)
         found = [*filter(None, map(_parse, lines.splitlines()))]
         verdicts += found[: len(left)]

@@ -135,7 +135,7 @@ def read_object(path: Path, error_type: type[LookaheadError]) -> dict[str, Any]:
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
-        raise error_type(f"{path}: cannot be read: {error}") from error
+        raise error_type(f"{path}: cannot be read: {one_line(error)}") from error
     if not isinstance(values, dict):
         raise error_type(f"{path}: must hold a JSON object, got {type(values).__name__}")
     return values
@@ -152,7 +152,7 @@ def _read_weights(place: Path, kind: str) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise HeadsError(f"{file}: cannot be read: {error}") from error
+        raise HeadsError(f"{file}: cannot be read: {one_line(error)}") from error
 
 
 def _read_medusa(config: Mapping[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> Maker:
