@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -203,6 +204,24 @@ def test_where_drafts_cost_more_than_they_give_none_is_made():
     assert sum(drafted[30:]) == 0
 
 
+@pytest.mark.parametrize(
+    ("device", "options", "most"),
+    [("cpu", {}, 8), ("cuda", {}, 12), ("cpu", {"max_requests": 10}, 10), ("cuda", {"max_requests": 3}, 3)],
+)
+def test_a_batch_of_more_requests_than_the_limit_drafts_nothing(device, options, most):
+    config = stub_config(max_num_seqs=12, **options)
+    config.device_config = SimpleNamespace(device_type=device)
+    engine = RowEngine(LookaheadProposer(config, clock=ticking()), periodic, config)
+    for rows in range(1, 13):
+        engine.add(StubRequest([rows, 2, 3, 4, 5, 6, 7], 10_000))
+        before = engine.drafted
+        for _ in range(8):
+            engine.step()
+            for request in engine.rows:
+                del request.tokens[:-100]
+        assert (engine.drafted > before) == (rows <= most), rows
+
+
 @pytest.mark.parametrize("rows", [1, 2, 8])
 @pytest.mark.parametrize("chunk", [1 << 30, 7])
 def test_a_plain_step_is_timed_without_those_that_read_prompts(rows, chunk):
@@ -291,8 +310,9 @@ def test_a_pool_is_drafted_from_and_one_that_changes_is_told_and_left(tmp_path, 
         ({"memory_tokens": 5}, ConfigError, "lookahead.memory_tokens must be at least 1024, got 5"),
         ({"memory_tokens": True}, ConfigError, "lookahead.memory_tokens must be at least 1024, got True"),
         ({"min_probability": 2}, ConfigError, "lookahead.min_probability must be from 0 to below 1, got 2"),
+        ({"max_requests": 0}, ConfigError, "lookahead.max_requests must be null or at least 1, got 0"),
         ({"pool": 5}, ConfigError, "lookahead.pool must be the name of a file, got 5"),
-        ({"pol": "x"}, ConfigError, "knows pool, memory_tokens, min_probability, got pol"),
+        ({"pol": "x"}, ConfigError, "knows pool, memory_tokens, min_probability, max_requests, got pol"),
         ({"pool": "/no/such/file"}, PoolError, "/no/such/file: No such file"),
         ({"most": 0}, ConfigError, "num_speculative_tokens: max_draft must be from 1 to 1024, got 0"),
         ({"most": None}, ConfigError, "num_speculative_tokens: "),
