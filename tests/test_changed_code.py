@@ -16,6 +16,7 @@ import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.backend.cpu import whole_pass
 from lookahead.kernels import layer_ops
+from lookahead.proposers.base import Proposer
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.changed_code import CHANGES, PLACES, Switched, patched
 from tests.support.products import kept_choice
@@ -191,3 +192,61 @@ def test_layers_that_cannot_be_compared_are_named_in_the_log(caplog):
     with torch.inference_mode(), patched(layer_ops, "rotation", picky), serving(model):
         pass
     assert any("layers of LlamaDecoderLayer are not fused: ValueError" in each for each in caplog.messages)
+
+
+class Guest:
+    """A user's object that doubles a weight of a model after its third token, as a streamer, processor or proposer."""
+
+    def __init__(self, model: Any) -> None:
+        self._weight, self._tokens = model.model.layers[1].mlp.down_proj.weight, 0
+
+    def see(self) -> None:
+        self._tokens += 1
+        if self._tokens == 3:
+            with torch.no_grad():
+                self._weight.mul_(2)
+
+    def put(self, value: Any) -> None:
+        if value.numel() == 1:
+            self.see()
+
+    def end(self) -> None:
+        pass
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        self.see()
+        return scores
+
+
+class GuestProposer(Proposer):
+    """Offers nothing."""
+
+    sources = ("guest",)
+
+    def __init__(self, guest: Guest) -> None:
+        self._guest = guest
+
+    def propose(self, row: int, max_nodes: int) -> None:
+        return None
+
+    def observe(self, row: int, feedback: Any, placed: Any) -> None:
+        self._guest.see()
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+@pytest.mark.parametrize("place", ["streamer", "processor", "proposer"])
+def test_a_weight_that_a_guest_of_the_loop_changes_is_read_by_the_next_step(place, dtype):
+    outputs = []
+    for is_ours in (False, True):
+        guest = Guest(model := made("llama", dtype, **PACKED))
+        ways: dict[str, Any] = {"streamer": guest}
+        if is_ours:
+            proposers = (lambda call, guest=guest: GuestProposer(guest),) if place == "proposer" else ()
+            ways = {"lookahead_config": LookaheadConfig(proposers=proposers), "custom_generate": lookahead.decode}
+            if place == "streamer":
+                ways["lookahead_streamer"] = guest
+            elif place == "processor":
+                ways["logits_processor"] = [lookahead.PerRow(lambda guest=guest: guest)]
+        outputs.append(model.generate(IDS, max_new_tokens=12, do_sample=False, **ways)[0].tolist())
+        assert guest._tokens >= 11
+    assert outputs[0] == outputs[1] != ours(made("llama", dtype, **PACKED))

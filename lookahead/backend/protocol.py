@@ -100,10 +100,11 @@ class Backend(Protocol):
     packs_prompts: bool
     reused_tokens: list[int]
 
-    def serving(self) -> AbstractContextManager[None]:
+    def serving(self, *, is_alone: bool = False) -> AbstractContextManager[None]:
         """Prepare the model for passes. All passes must run inside this block; blocks may be nested.
 
-        Other calls of the model, on this thread or another, are not affected.
+        Other calls of the model, on this thread or another, are not affected. With `is_alone` no code of a user's runs
+        in the block that could change the model: what a pass has checked, later ones do not check again.
         """
 
     def has_changed(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -84,6 +84,7 @@ class TorchBackend:
         self.reused_tokens: list[int] = []
         self._mixers: Mapping[Any, MixTrees] = {}  # recurrent layers that kernels compute
         self._has_copies = False  # half-precision prompts that are being read begin with copies of others
+        self._known: dict[Hashable, Any] | None = None  # what was checked of the model, while nothing can change it
         self._is_served, self._checkpointed = False, checkpointed(model) if plan.trains else []
         self._first_stamp: int | None = None  # of `has_changed`
         self._runs_own_code, self._has_sdpa = False, plan.attention == "sdpa"
@@ -102,13 +103,13 @@ class TorchBackend:
         self.positions, self.counts_nodes = inputs.positions, inputs.counts_nodes
 
     @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self, *, is_alone: bool = False) -> Iterator[None]:
         """See `Backend.serving`."""
         with torch.inference_mode():
             if self._is_served:
                 yield
                 return
-            self._is_served = True
+            self._is_served, self._known = True, {} if is_alone else None
             self._spans.clear()
             try:
                 by_depth = nullcontext() if self._states is None else self._states.serving()
@@ -116,7 +117,7 @@ class TorchBackend:
                 with outside_passes(), by_depth, cached, self._patched():
                     yield
             finally:
-                self._is_served = False
+                self._is_served, self._known = False, None
 
     def _patched(self) -> AbstractContextManager[None]:
         """A block in which modules of the model are patched for passes."""

@@ -24,7 +24,7 @@ def collect(engine: Engine | PlainLoop, streamer: Any = None, pad: Tensor | None
     running = set(range(len(outputs)))
     shown = 0
     try:
-        with engine.serving():
+        with engine.serving(is_alone=streamer is None):
             for step_outputs in engine.run():
                 for step_output in step_outputs:
                     outputs[step_output.row].extend(step_output.tokens.tolist())

@@ -101,7 +101,7 @@ class SharedRows:
             if not self.running and not admitted and ahead is not None:
                 ahead.wait()
             return
-        with engine.serving():
+        with engine.serving(is_alone=True):
             for _ in range(_PASSES):
                 requests = self._end_cancelled(engine)
                 if not requests:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -68,9 +69,10 @@ class Engine:
         self._acceptance, self._policy = acceptance, policy
         self._on_prefill: OnPrefill | None = None
         self._config, self._call = config, call
-        self._tp_group = (
-            tensor_parallel_group(call.model) if plan_of(call.model).processes > 1 else None
-        )  # only the leading process has proposers and a controller
+        plan = plan_of(call.model)
+        # Only the leading process has proposers and a controller.
+        self._tp_group = tensor_parallel_group(call.model) if plan.processes > 1 else None
+        self._runs_users_code = bool(plan.user_code) or any(isinstance(each, ValidatedProposer) for each in proposers)
         # Proposers and controller may share learned state with engines on other threads. Passes and verification run
         # without the lock, so threads that share a model decode in parallel.
         self._state = state_of(call.model)
@@ -107,8 +109,14 @@ class Engine:
         self.cache.slots.active = 0  # rows join in `admit`; their KV stays
         self.reads_alone = isolates and backend.reads_alone(policy)
         self.packs_prompts = backend.packs_prompts
-        self.serving = backend.serving
-        """Keeps the model in service for a block, for a loop over `run` without pauses."""
+
+    def serving(self, *, is_alone: bool = False) -> AbstractContextManager[None]:
+        """Keep the model in service for a block, for a loop over `run` without pauses.
+
+        `is_alone` says that the caller runs no code of a user's in the block.
+        """
+        is_alone = is_alone and not (self._runs_users_code or any(row.runs_users_code for row in self.batch))
+        return self._backend.serving(is_alone=is_alone and not any(row.runs_users_code for row in self._rows))
 
     def report(self) -> BackendReport:
         """The paths that serve the parts of the model, and why faster ones do not."""

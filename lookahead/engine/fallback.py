@@ -48,7 +48,7 @@ class PlainLoop:
         self._context = context
         self.stats = [DecodingStats(prompt_tokens=int(length)) for length in lengths]
 
-    def serving(self) -> AbstractContextManager[None]:
+    def serving(self, *, is_alone: bool = False) -> AbstractContextManager[None]:
         """Does nothing: the model runs unchanged."""
         return nullcontext()
 

@@ -83,6 +83,7 @@ class Row:
         self.prefilled = 0.0  # `time.perf_counter` at the end of its prefill
         self.policy = BitPolicy.ROUNDED  # the bits of its passes
         self.finish_reason: FinishReason | None = None
+        self.runs_users_code = bool(stopping.custom) or not chooser.is_known
         self.drafts = True  # whether drafts are made for it
         self.read: tuple[int, IntArray] = 0, self.inputs  # the number of the stamp that read its prompt, and the prompt
         self.is_edited = False  # whether processors or criteria of a user's, which may write into the ids, are called

@@ -30,6 +30,7 @@ class TokenChooser:
         logits: For every row float32 `[vocab]` per emitted token, before any processor; empty unless kept.
         scores: The same after the processors.
         forcing: For every row the processor that knows forced tokens; None without one.
+        is_known: Whether all processors are of transformers, and call no function of a user's.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class TokenChooser:
         self.forcing = [
             next((each for each in own if isinstance(each, ForcingProcessor)), None) for own in self._processors
         ]
+        self.is_known = all(type(each) in _ROW_WISE and is_known(type(each).__call__) for each in processors)
         self._do_sample = do_sample
         self._keep = keep
         self.logits: list[list[Tensor]] = [[] for _ in range(batch_size)]

@@ -179,7 +179,7 @@ class CpuBackend(TorchBackend):
             if isinstance(whole, WholePass) and seen is not None and not is_prompt and by_kernels and mixes:
                 assert self._scope is not None
                 attending = partial(self._scope.running, partial(attend, tree_pass, self._spans))
-                given = whole(tree_pass, self.cache, seen, layers, attending)
+                given = whole(tree_pass, self.cache, seen, layers, attending, self._known)
             if not is_prompt:
                 self.is_ragged = given is not None
             if given is None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from lookahead.backend.cpu.fused_layers import name_of
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.tree_mixers import TreeMixer
 from lookahead.kernels.row_attention import AttentionLimits
-from lookahead.model.families.operations import Mlp, Norm
+from lookahead.model.families import WRAPPERS
+from lookahead.model.families.operations import Family, Mlp, Norm
 
 
 class PassParts(NamedTuple):
@@ -36,6 +38,25 @@ class PassParts(NamedTuple):
         """Numbers of a token in the second input of every layer."""
         mixers = [part.mixer for layer in self.layers for part in layer.residuals]
         return max((part.gate.outputs for part in mixers if isinstance(part, Mlp) and part.is_beside), default=0)
+
+
+def owners_of(model: Any, family: Family) -> list[Any] | str:
+    """A model and the modules in it that lead to the decoder, which is the last one; or why it has none."""
+    owners = [model, getattr(model, family.decoder, None)]
+    names = [(family.file, f"{family.name}{rest}") for rest in ("ForCausalLM", family.text)]
+    for module, (name, decoder) in WRAPPERS.items():
+        file = f"transformers.models.{module}.modeling_{module}"
+        if name_of(model) == (file, f"{name}ForConditionalGeneration"):
+            owners.append(getattr(owners[1], decoder, None))
+            names = [name_of(model), (file, f"{name}Model"), names[1]]
+    return owners if list(map(name_of, owners)) == names else f"it is not {family.name}ForCausalLM of transformers"
+
+
+def placeholders_of(config: Any) -> set[int]:
+    """The tokens that stand for images or sound, which models may embed otherwise than text."""
+    kinds = (f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
+    ids = (getattr(config, kind, None) for kind in kinds)
+    return {token for token in ids if isinstance(token, int)}
 
 
 class Watched(NamedTuple):

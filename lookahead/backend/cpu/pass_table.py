@@ -90,7 +90,7 @@ class PassTable(KeepsAddresses):
     ) -> None:
         self._packs_experts, self.is_called = packs_experts, is_called
         self._watched = Watched.of(parts)
-        self._parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
+        self.parts, self._weights, self._of_head, self._slots = parts, weights, of_head, cache.slots
         self.outputs = of_head[0].outputs if of_head else hidden.shape[2]  # elements of a node's output
         self.most, size = MAX_TABLE_NODES if rows == 1 else MAX_BATCH_NODES, hidden.shape[2]
         self._by_linear = dict(zip(map(id, parts.linears), weights, strict=True))
@@ -125,6 +125,7 @@ class PassTable(KeepsAddresses):
         for at in parts.slotted:
             cache.is_ready(at)  # allocates the slots
         self._beside = hidden.new_empty(len(parts.layers), self.most, parts.beside)
+        self.reads_beside, self.tokens = self._beside.shape[2] > 0, range(0)
         self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), settings_of(self._watched)
         written = hidden.new_empty(2)  # two addresses, to see which numbers depend on the output's address
         step = written[1:].data_ptr() - written.data_ptr()
@@ -141,20 +142,25 @@ class PassTable(KeepsAddresses):
         return (
             (weights is self._weights or _are_same(weights, self._weights))
             and (of_head is self._of_head or _are_same(of_head, self._of_head))
-            and parts.layers is self._parts.layers
-            and parts.norm is self._parts.norm
-            and parts.head is self._parts.head
+            and parts.layers is self.parts.layers
+            and parts.norm is self.parts.norm
+            and parts.head is self.parts.head
             and self._threads == torch.get_num_threads()
             and self._allocated == (self._slots.capacity, self._slots.allocations)
             and self._settings == settings_of(self._watched)
         )
 
-    def takes(self, positions: Mapping[str, Positions]) -> bool:
-        """Whether cosines and sines have the declared sizes and types."""
-        return all(
-            own.dtype == given.dtype and own.shape[2] == given.shape[2]
+    def is_for(self, tokens: int) -> bool:
+        """Whether the table serves a number of tokens, if the model is as it was, and the buffers have not moved."""
+        slots = self._slots
+        return tokens in self.tokens and self._allocated == (slots.capacity, slots.allocations)
+
+    def takes(self, hidden: Tensor, positions: Mapping[str, Positions], beside: Tensor | None) -> bool:
+        """Whether inputs of `run` have the declared types, and cosines and sines the declared sizes."""
+        return {hidden.dtype, hidden.dtype if beside is None else beside.dtype} == {self._hidden.dtype} and all(
+            own.dtype == angles.dtype and own.shape[2] == angles.shape[2]
             for kind, own_pair in self._positions.items()
-            for own, given in zip(own_pair, positions[kind], strict=True)
+            for own, angles in zip(own_pair, positions[kind], strict=True)
         )
 
     def run(
@@ -215,7 +221,7 @@ class PassTable(KeepsAddresses):
         """Compute a recurrent module for the first tokens between its products."""
         assert self._context is not None
         cache, firsts, before, _ = self._context
-        mixer, threads = self._parts.mixers[part.module], int(self._sharers[0])
+        mixer, threads = self.parts.mixers[part.module], int(self._sharers[0])
         x = self.take("normed", self._hidden.shape[2])[:, :tokens]
         inputs = [self.take(f"input {at}", one.outputs)[:, :tokens] for at, one in enumerate(part.inputs)]
         out = self.take("recurred", part.output.module.in_features)[0, :tokens]
@@ -276,14 +282,14 @@ class PassTable(KeepsAddresses):
             *(self._by_linear, self._prepared, positions, attend, self._routing),
         )
         stream = HiddenSum(self._hidden[:, :tokens])
-        for at, layer in enumerate(self._parts.layers):
+        for at, layer in enumerate(self.parts.layers):
             attend.at, attend.layer, jobs.mixture = at, layer, layer.mixture(packs=self._packs_experts)
             jobs.beside = self._beside[at : at + 1, :tokens]
             stream = jobs.layer(layer.residuals, stream, kept.get(at))
-        normed: Tensor | str = kept.get(len(self._parts.layers), "normed") if self._of_head else written
-        _, last = jobs.normed(self._parts.norm, stream, normed)
+        normed: Tensor | str = kept.get(len(self.parts.layers), "normed") if self._of_head else written
+        _, last = jobs.normed(self.parts.norm, stream, normed)
         if self._of_head:
-            biases = [self._parts.head._parameters["bias"]]
+            biases = [self.parts.head._parameters["bias"]]
             jobs.jobs += product(self._of_head, last, biases, (written,), self._prepared)
         tables = [table_of(some) for some in (*jobs.calls, jobs.jobs)]
         self._starts = [8 * sum(map(len, tables[:at])) for at in range(len(tables))]
@@ -310,7 +316,7 @@ class PassTable(KeepsAddresses):
         tables = {"nodes": self._nodes, "trees": self._trees, "groups": self._groups, "threads": self._sharers}
         return row_attention.attention(
             query, keys, values, out, **{name: torch.from_numpy(table) for name, table in tables.items()}, scale=scale,
-            limits=self._parts.limits[layer],
+            limits=self.parts.limits[layer],
         )  # fmt: skip
 
     @property

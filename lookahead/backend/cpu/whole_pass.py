@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import is_
@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from lookahead.backend.cpu import exact_attention
 from lookahead.backend.cpu.cpu_pass import CpuPass, thread
 from lookahead.backend.cpu.exact_attention import has_bits, has_bits_behind_windows
-from lookahead.backend.cpu.fused_layers import FusedLayers, is_bare, name_of
+from lookahead.backend.cpu.fused_layers import FusedLayers, is_bare
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
-from lookahead.backend.cpu.pass_parts import PassParts
+from lookahead.backend.cpu.pass_parts import PassParts, owners_of, placeholders_of
 from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassContext, PassTable
 from lookahead.backend.cpu.routing import serves
 from lookahead.backend.cpu.tree_mixers import TreeMixer
@@ -35,8 +35,7 @@ from lookahead.kernels.row_attention import AttentionLimits
 from lookahead.model.attention import real_config
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import attention_name, own_attention
-from lookahead.model.families import WRAPPERS
-from lookahead.model.families.operations import Family, SelfAttention
+from lookahead.model.families.operations import SelfAttention
 from lookahead.model.known_code import (
     arithmetic_flags,
     code_of,
@@ -69,25 +68,6 @@ def fastest_number(run: Callable[[int], object], most: int, clock: Callable[[], 
     return best
 
 
-def _owners_of(model: Any, family: Family) -> list[Any] | str:
-    """A model and the modules in it that lead to the decoder, which is the last one; or why it has none."""
-    owners = [model, getattr(model, family.decoder, None)]
-    names = [(family.file, f"{family.name}{rest}") for rest in ("ForCausalLM", family.text)]
-    for module, (name, decoder) in WRAPPERS.items():
-        file = f"transformers.models.{module}.modeling_{module}"
-        if name_of(model) == (file, f"{name}ForConditionalGeneration"):
-            owners.append(getattr(owners[1], decoder, None))
-            names = [name_of(model), (file, f"{name}Model"), names[1]]
-    return owners if list(map(name_of, owners)) == names else f"it is not {family.name}ForCausalLM of transformers"
-
-
-def _placeholders_of(config: Any) -> set[int]:
-    """The tokens that stand for images or sound, which models may embed otherwise than text."""
-    kinds = (f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
-    ids = (getattr(config, kind, None) for kind in kinds)
-    return {token for token in ids if isinstance(token, int)}
-
-
 def _is_called_alone(head: Any) -> bool:
     """Whether calling the output layer runs no user code around it."""
     return not (is_set_by_user(head) or working_hooks_of(head))
@@ -107,12 +87,12 @@ class WholePass:
     ) -> None:
         # The model's plan holds this, and must not keep the model alive.
         self._model, self._decoder, self._parts = ref(model), owners[-1], parts
-        self._placeholders = _placeholders_of(model.config)
+        self._placeholders = placeholders_of(model.config)
         self._linears, self._family = parts.linears, parts.layers[0].family
         self._threads = threads  # of a pass, by torch's number of threads; kept with the model
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
         self._with_experts = next((layer for layer in parts.layers if layer.experts), None)
-        self._windows = {limits.window for limits in parts.limits}
+        self._windows = {limits.window for limits in parts.limits if limits.window}
         self._ropes = list(dict.fromkeys(rope.kind for layer in parts.layers if (rope := layer.rope)))
         attentions = [layer.attention for layer in parts.layers if layer.attention]
         self._query_size, self.detail = max((part.width for part in attentions), default=0), detail
@@ -135,56 +115,33 @@ class WholePass:
         mode: CpuPass,
         layers: Sequence[int] = (),
         attending: Callable[[], AbstractContextManager[None]] = nullcontext,
+        known: dict[Hashable, PassTable] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]] | None:
         """The logits of all nodes, `[rows, width, vocab]`, and hidden states; None for an unsupported pass.
 
-        Must run within `cpu_pass.running`. The hidden states `[rows, width, size]` are keyed by `layers`, numbered as
-        in `output_hidden_states`. Padding is left unwritten. Within `attending` the model's own layers attend as nodes.
+        Must run within `cpu_pass.running`. Padding is left unwritten.
+
+        Args:
+            tree_pass: The pass.
+            cache: Its cache.
+            mode: How its layers compute.
+            layers: The hidden states to return by layer, `[rows, width, size]`; numbered as in `output_hidden_states`.
+            attending: Makes the block in which the model's own layers attend as nodes.
+            known: Tables of earlier passes, since when nothing can have changed the model; None if something can.
         """
-        model: Any = self._model()
-        if not self._takes(model, tree_pass, cache):
+        if not self._is_small(tree_pass, cache):
             return None
-        last = len(self._parts.layers)
-        places = tuple(layer if layer >= 0 else layer + last + 1 for layer in layers)
-        if places and not (min(places) >= 0 and max(places) <= last):
-            return None
-        starts = cache.slots.lengths[: len(tree_pass.trees)].tolist()
-        is_called = not self._attends(tree_pass, starts)
-        may_mask = self._parts.norm.weight.dtype == torch.float32 and not self._runs_mixers
-        if is_called and (len(starts) > 1 or may_mask):
-            return None
-        # Weights are looked up before calling the embedding: a hook on it must run once per pass.
         trees, scored, (rows, width) = tree_pass.trees, tree_pass.firsts, tree_pass.tokens.shape
         counts = [len(tree.tokens) - done for tree, done in zip(trees, scored, strict=True)]
-        like = self._parts.norm.weight.expand(1, sum(counts), -1)
-        weights = packed_weights(self._linears, like, self._known[0])
-        if not weights or like.numel() > mode.most_in_call:
-            return None
-        if self._with_experts is not None and not serves(like.dtype, mode):
-            return None
-        of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
-        parts = self._parts if of_head else self._parts._replace(head=None)
-        packs_experts = self._with_experts is not None and self._with_experts.packs_experts(mode)
-        kind = (
-            self,
-            len(of_head),
-            places,
-            rows,
-            torch.get_num_threads(),
-            packs_experts,
-            is_called,
-        )  # a draft may share the cache
-        table = cache.tables.get(kind)
-        if table is None or not table.serves(parts, weights, of_head):
-            slots = [cache.layers[at] for at in self._slots_at]
-            if any(one.keys.dtype != like.dtype for one in slots):
-                return None
-            is_kernel = all(row_attention.is_supported(one.keys, one.keys, one.values) for one in slots)
-            if not (is_called or is_kernel):
-                return None
-            options = {"packs_experts": packs_experts, "is_called": is_called}
-            table = cache.tables[kind] = PassTable(parts, weights, of_head, cache, like, rows, places, **options)
-        if not table.is_right:
+        most, starts = torch.get_num_threads(), cache.slots.lengths[: len(trees)].tolist()
+        is_called, mixture = not self._attends(tree_pass, starts), self._with_experts
+        packs_experts = mixture is not None and mixture.packs_experts(mode)
+        kind = mode, tuple(layers), rows, most, packs_experts, is_called, tree_pass.attends_per_node
+        table = known.get(kind) if known else None
+        is_checked = table is not None and table.is_for(sum(counts))
+        if not is_checked:
+            table = self._checked(tree_pass, cache, kind, sum(counts))
+        if table is None:
             return None
         # The flat indices of nodes that are not padding.
         kept = None
@@ -192,26 +149,25 @@ class WholePass:
         if rows > 1:
             kept = torch.from_numpy(np.concatenate([row * width + np.arange(n) for row, n in enumerate(counts)]))
             tokens, at = (each.flatten()[kept][None] for each in (tokens, at))
-        most = torch.get_num_threads()
         with torch_on_one_thread() if most > 1 else nullcontext():
             hidden = getattr(self._decoder, self._family.embedding)(tokens)
             if self._family.embedding_factor:
                 hidden = hidden * getattr(self._decoder, self._family.embedding_factor)
-            if hidden.dtype != like.dtype:
-                return None
             rotary = self._decoder.rotary_emb
             positions = {
                 kind: rotary(hidden, at, kind) if kind else rotary(hidden, position_ids=at) for kind in self._ropes
             }
             beside = None
-            if self._family.beside and parts.beside:
+            if table.reads_beside:
                 beside = self._decoder.get_per_layer_inputs(tokens, hidden)
                 beside = self._decoder.project_per_layer_inputs(hidden, beside)
-            if not table.takes(positions) or (beside is not None and beside.dtype != like.dtype):
+            if not (is_checked or table.takes(hidden, positions, beside)):
                 return None
-        before = self._states(cache, counts)
+        before = self._states(cache, counts) if self._parts.mixers else {}
         if before is None:
             return None
+        if known is not None:
+            known[kind] = table
         own = rotary(hidden, position_ids=at) if self._runs_mixers else None
         context = PassContext(cache, [sum(counts[:row]) for row in range(rows)], before, own)
         run = partial(table.run, hidden, positions, trees, starts, scored, context, beside)
@@ -220,17 +176,54 @@ class WholePass:
                 self._threads[most] = fastest_number(run, most)
                 thread.is_cold = most > 1
             written: Tensor = run(self._threads[most])
-        states = {}
-        if places:
-            by_place = table.kept(hidden) if of_head else table.kept(hidden) | {last: written}
-            states = {layer: by_place[place] for layer, place in zip(layers, places, strict=True)}
-        logits: Tensor = written if of_head else model.lm_head(written)
+        model: Any = self._model()
+        has_head, states = table.parts.head is not None, {}
+        if layers:
+            last = len(self._parts.layers)
+            by_place = table.kept(hidden) if has_head else table.kept(hidden) | {last: written}
+            states = {layer: by_place[layer % (last + 1)] for layer in layers}
+        logits: Tensor = written if has_head else model.lm_head(written)
         if self._family.logits_divisor or self._family.logits_cap:
             is_gemma3 = type(model).__name__ == "Gemma3ForConditionalGeneration"  # which bounds no logits
             logits = logits if is_gemma3 else self._finished(logits, model.config.get_text_config())
         if kept is None:
             return logits, states
         return _padded(logits, kept, rows, width), {at: _padded(each, kept, rows, width) for at, each in states.items()}
+
+    def _checked(self, tree_pass: TreePass, cache: TreeCache, kind: tuple[Any, ...], tokens: int) -> PassTable | None:
+        """The table of a kind of passes, for the model as it is now; None if it must run its own code."""
+        model, last = self._model(), len(self._parts.layers)
+        mode, layers, rows, _, packs_experts, is_called, _ = kind
+        if not self._is_unchanged(model, cache) or not all(-last - 1 <= layer <= last for layer in layers):
+            return None
+        may_mask = self._parts.norm.weight.dtype == torch.float32 and not self._runs_mixers
+        if is_called and (rows > 1 or may_mask):
+            return None
+        # Weights are looked up before calling the embedding: a hook on it must run once per pass.
+        like = self._parts.norm.weight.expand(1, tokens, -1)
+        weights = packed_weights(self._linears, like, self._known[0])
+        has_experts = self._with_experts is not None
+        if not weights or like.numel() > mode.most_in_call or (has_experts and not serves(like.dtype, mode)):
+            return None
+        of_head = packed_weights([self._parts.head], like, self._known[1]) if self._parts.head else ()
+        parts = self._parts if of_head else self._parts._replace(head=None)
+        key = self, len(of_head), *kind[1:6]  # a draft may share the cache
+        table: PassTable | None = cache.tables.get(key)
+        if table is None or not table.serves(parts, weights, of_head):
+            slots = [cache.layers[at] for at in self._slots_at]
+            is_kernel = all(row_attention.is_supported(one.keys, one.keys, one.values) for one in slots)
+            if any(one.keys.dtype != like.dtype for one in slots) or not (is_called or is_kernel):
+                return None
+            places = tuple(layer % (last + 1) for layer in layers)
+            options = {"packs_experts": packs_experts, "is_called": is_called}
+            table = cache.tables[key] = PassTable(parts, weights, of_head, cache, like, rows, places, **options)
+        fitting = [known[mode].rows for known in self._known if mode in known]
+        most = min(mode.most_in_call // like.shape[2] + 1, *(some.stop for some in fitting))
+        # Another number of tokens may need the head as a module, or no more.
+        table.tokens = range(tokens, tokens + 1)
+        if of_head or not self._parts.head:
+            table.tokens = range(max(some.start for some in fitting), most)
+        return table if table.is_right else None
 
     def _finished(self, logits: Tensor, config: Any) -> Tensor:
         """What the model does with the results of its output layer."""
@@ -255,24 +248,29 @@ class WholePass:
         most = torch.get_num_threads()
         return self._threads.get(most, most)
 
-    def _takes(self, model: Any, tree_pass: TreePass, cache: TreeCache) -> bool:
-        """Whether this is a small pass over trees, and the modules that are not called are unchanged."""
-        parts, slots, decoder, trees = self._parts, cache.slots, self._decoder, tree_pass.trees
+    def _is_small(self, tree_pass: TreePass, cache: TreeCache) -> bool:
+        """Whether this is a small pass over trees whose slots and states the table can use."""
+        parts, slots, trees = self._parts, cache.slots, tree_pass.trees
         sizes = [len(tree.tokens) for tree in trees]
         if not trees or max(sizes) > MAX_TABLE_NODES or sum(sizes) > MAX_BATCH_NODES:
             return False
         if self._placeholders and not self._placeholders.isdisjoint(tree_pass.tokens.flatten().tolist()):
             return False
         # In half precision the nodes of several rows have the bits of each row alone, or of one batch.
-        if len(trees) > 1 and parts.norm.weight.dtype != torch.float32 and not tree_pass.attends_per_node:
+        if len(trees) > 1 and not tree_pass.attends_per_node and parts.norm.weight.dtype != torch.float32:
             return False
+        has_states = not parts.mixers or not (any(tree_pass.firsts) or cache.levels is None)
+        return slots.capacity >= _FEWEST_SLOTS and not (slots.first or slots.is_plain) and has_states
+
+    def _is_unchanged(self, model: Any, cache: TreeCache) -> bool:
+        """Whether the modules that are not called are unchanged, and the cache is that of a pass of theirs."""
+        parts, decoder = self._parts, self._decoder
         forwards = [vars(module).get("forward") for module in (model, *self._inner)]
-        return (
-            slots.capacity >= _FEWEST_SLOTS
-            and decoder.config.num_hidden_layers == len(decoder.layers) == len(parts.layers)
+        is_whole: bool = decoder.config.num_hidden_layers == len(decoder.layers) == len(parts.layers)
+        return bool(
+            is_whole
             and self._stateful <= len(cache.layers) <= len(parts.layers)
             and all(map(cache.is_ready, self._slots_at))
-            and not (parts.mixers and (any(tree_pass.firsts) or cache.levels is None))
             and all(map(is_, decoder.layers._modules.values(), self._layers))
             and getattr(decoder, self._family.last_norm) is parts.norm.module
             and (parts.head is None or model.lm_head is parts.head)
@@ -301,14 +299,16 @@ class WholePass:
         if not self._parts.limits:
             return False
         trees = tree_pass.trees
-        ends = [start + int(tree.depths.max()) + 1 for tree, start in zip(trees, starts, strict=True)]
+        if tree_pass.attends_per_node and not self._windows:
+            return self._has_bits
+        ends = [start + max(tree.depths.tolist()) + 1 for tree, start in zip(trees, starts, strict=True)]
         end, nodes = max(ends), sum(len(tree.tokens) for tree in trees)
         if tree_pass.attends_per_node:
             # Behind a window the model's own cache must begin with the window, as the sums of the kernel do.
-            reached = [window for window in self._windows if window and end >= window]
+            reached = [window for window in self._windows if end >= window]
             crops = all(window in (tree_pass.windows or ()) for window in reached)
             return self._has_bits and (not reached or (crops and self._has_bits_behind_windows))
-        return self._query_size * (nodes - len(trees)) * end <= exact_attention.MAX_KERNEL_PRODUCTS
+        return bool(self._query_size * (nodes - len(trees)) * end <= exact_attention.MAX_KERNEL_PRODUCTS)
 
 
 def _padded(flat: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
@@ -374,7 +374,7 @@ def whole_pass(
     if recurrent != mixers.keys():
         return "its recurrent layers are not by kernels"
     family = layers[0].family
-    owners = _owners_of(model, family)
+    owners = owners_of(model, family)
     if isinstance(owners, str):
         return owners
     decoder = owners[-1]
