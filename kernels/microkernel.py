@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core.cgutils import unpack_tuple
@@ -23,6 +24,7 @@ ROWS = LANES // 2  # of a tile: with 2 registers per row, sums fill half of all,
 MOST_ROWS = max(6, ROWS)  # of 16 registers 12 hold sums, 2 a line of the right matrix, and one a number of the left one
 HALVES = 32  # sums that are added by halves, each of pairs
 CACHE_LINE = 64  # bytes
+_BY_ADDRESS = "pairs", "quarters"  # kinds whose instruction reads numbers of the left matrix itself
 _FEW_SUMS = 8  # sums up to which registers are left for both parts of an element of the right matrix
 
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
@@ -35,6 +37,7 @@ WHOLE = ir.IntType(64)
 _ZERO, _START = ir.Constant(VECTOR, None), WHOLE(0)
 FUSED = {"flags": ("contract",)}
 _DOT_OF_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
+HAS_DOT_OF_PAIRS = LANES == 16 and bool(FEATURES.get("avx512bf16"))
 _DOT_OF_BYTES = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
 _SUMS_OF_PAIRS = {  # sums of two products: of unsigned and signed bytes as int16, and of int16
     8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
@@ -227,10 +230,10 @@ def _emit_floats(tile: _Tile) -> list[Any]:
 
 def _emit_quarters(tile: _Tile) -> list[Any]:
     builder, pairs = tile.builder, []
-    for parts in ((0, 2), (1, 3)):
-        begins = (builder.mul(WHOLE(part), tile.terms) for part in parts)
-        both = (_emit_terms(tile, [_ZERO] * len(tile.places), begin) for begin in begins)
-        pairs.append([builder.fadd(*each) for each in zip(*both, strict=True)])
+    for parts in ((0, 2), (1, 3)):  # two at once: the sums of one would wait for the CPU's instruction
+        begins, size = [builder.mul(WHOLE(part), tile.terms) for part in parts], len(tile.places)
+        both = _emit_terms(tile, [_ZERO] * 2 * size, begins)
+        pairs.append([builder.fadd(*each) for each in zip(both[:size], both[size:], strict=True)])
     return [builder.fadd(*each) for each in zip(*pairs, strict=True)]
 
 
@@ -250,7 +253,7 @@ def _emit_by_halves(tile: _Tile) -> list[Any]:
     def add_terms(turn: Any, _: list[Any]) -> list[Any]:
         first = builder.mul(builder.and_(turn, WHOLE(HALVES // 2 - 1)), WHOLE(2 * size))
         for parts in [(0, 1)] if 2 * size <= _FEW_SUMS else [(0,), (1,)]:
-            sums = _emit_terms(tile, [_ZERO] * size * len(parts), builder.mul(turn, tile.terms), parts)
+            sums = _emit_terms(tile, [_ZERO] * size * len(parts), [builder.mul(turn, tile.terms)], parts)
             for i, each in enumerate(sums, parts[0] * size):
                 builder.store(builder.fadd(builder.load(at(first, i), align=4), each), at(first, i), align=4)
         return []
@@ -286,33 +289,56 @@ def _emit_four(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 def _emit_pair_of_fours(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """`_emit_four` of pairs: the first and third bfloat16, and the second and fourth."""
-    even, odd = (_emit_product(builder, _ZERO, [x], [y]) for x, y in zip(left, right, strict=True))
+    even, odd = (_emit_dot_at(builder, _ZERO, [x], [y]) for x, y in zip(left, right, strict=True))
     return builder.fadd(total, builder.fadd(even, odd))
 
 
-def _emit_terms(tile: _Tile, begun: list[Any], first: Any = _START, parts: Sequence[int] = (0,)) -> list[Any]:
-    """Emit a loop over the terms from `first` on, which adds to the sums in `begun`, in registers.
+def _emit_dot_at(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """Add both products of every lane of a pair, given by its address, and a vector.
 
-    Sums are stored row by row, for each part of the right matrix's elements in turn. If `begun` has only one sum per
-    output register, the sums of all parts are added.
+    The instruction itself spreads the pair. LLVM would spread a pair once for all registers of a row, which takes the
+    units of the CPU that add.
+    """
+    llvm.initialize_native_asmparser()
+    (pair,), (line,) = left, right
+    kind = ir.FunctionType(VECTOR, [VECTOR, line.type, pair.type])
+    return builder.asm(kind, "vdpbf16ps ($3){1to16}, $2, $0", "=v,0,v,r,~{memory}", [total, line, pair], False)
+
+
+def to_halves(builder: Any, first: Any, second: Any) -> Any:
+    """Normal float32 rounded to bfloat16, as int16, by the CPU's instruction."""
+    llvm.initialize_native_asmparser()
+    kind = ir.FunctionType(_SHORTS, [VECTOR, VECTOR])
+    return builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [first, second], False)
+
+
+def _emit_terms(
+    tile: _Tile, begun: list[Any], firsts: Sequence[Any] = (_START,), parts: Sequence[int] = (0,)
+) -> list[Any]:
+    """Emit a loop over the terms from each of `firsts` on, which adds to the sums in `begun`, in registers.
+
+    Sums are stored row by row, for each of `firsts` and each part of the right matrix's elements in turn. If `begun`
+    has only one sum per output register, the sums of all parts are added.
     """
     builder, (_, emit_term, part_of, together) = tile.builder, _KINDS[tile.kind]
 
     def add_terms(turn: Any, sums: list[Any]) -> list[Any]:
-        start = builder.add(first, builder.mul(turn, WHOLE(together)))
-        terms = [builder.add(start, WHOLE(i)) for i in range(together)]
-        lines = tile.registers * LANES * 4 // CACHE_LINE
-        for i in range(lines if 0 in parts else 0):
-            emit_fetch(builder, tile.right, builder.add(builder.mul(start, WHOLE(lines)), WHOLE(i)))
-        columns = list(zip(*(_load_line(tile, term) for term in terms), strict=True))
-        grown = list(sums)
-        for i, (part, row) in enumerate(product(parts, tile.rows)):
-            places = [builder.add(builder.mul(term, tile.inner_step), WHOLE(part)) for term in terms]
-            left = [spread(builder, builder.load(builder.gep(row, [place]))) for place in places]
-            for register, column in enumerate(columns):
-                right = [part_of(builder, each, part) for each in column] if part_of else column
-                at = (i * tile.registers + register) % len(sums)
-                grown[at] = emit_term(builder, grown[at], left, right)
+        grown, lines = list(sums), tile.registers * LANES * 4 // CACHE_LINE
+        for number, first in enumerate(firsts):
+            start = builder.add(first, builder.mul(turn, WHOLE(together)))
+            terms = [builder.add(start, WHOLE(i)) for i in range(together)]
+            for i in range(lines if 0 in parts else 0):
+                emit_fetch(builder, tile.right, builder.add(builder.mul(start, WHOLE(lines)), WHOLE(i)))
+            columns = list(zip(*(_load_line(tile, term) for term in terms), strict=True))
+            for i, (part, row) in enumerate(product(parts, tile.rows), number * len(tile.rows)):
+                places = [builder.add(builder.mul(term, tile.inner_step), WHOLE(part)) for term in terms]
+                left = [builder.gep(row, [place]) for place in places]
+                if tile.kind not in _BY_ADDRESS:
+                    left = [spread(builder, builder.load(each)) for each in left]
+                for register, column in enumerate(columns):
+                    right = [part_of(builder, each, part) for each in column] if part_of else column
+                    at = (i * tile.registers + register) % len(sums)
+                    grown[at] = emit_term(builder, grown[at], left, right)
         return grown
 
     return emit_loop(builder, builder.udiv(tile.terms, WHOLE(together)), begun, add_terms)
@@ -353,6 +379,6 @@ _KINDS: dict[str, tuple[Callable[[_Tile], list[Any]], Callable[..., Any], Callab
     "more": (_emit_floats, _emit_product, None, 1),
     "fours": (_emit_floats, _emit_four, None, 4),
     "pairs": (_emit_floats, _emit_pair_of_fours, None, 2),
-    "quarters": (_emit_quarters, _emit_product, None, 1),
+    "quarters": (_emit_quarters, _emit_dot_at, None, 1),
     "halves": (_emit_by_halves, _emit_product, half_of, 1),
 }

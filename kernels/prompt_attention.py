@@ -18,9 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead.kernels.jobs import claim_part, run
 from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of
-from lookahead.kernels.scalars import bits_of, jit_part, narrow
+from lookahead.kernels.scalars import bits_of, jit_part, narrow, widen
 from lookahead.kernels.shuffles import pair_rows, transpose
-from lookahead.kernels.weighted_sums import BLOCK, COLUMNS, HAS_PAIRS, LINE, weigh_more
+from lookahead.kernels.weighted_sums import BLOCK, COLUMNS, HAS_PAIRS, LINE, peak_of_line, weigh_more
 from lookahead.utils.addresses import array_at
 
 FEWEST = 192  # tokens from which the kernel is faster than torch
@@ -202,11 +202,12 @@ def _weigh(line, own, seen, size, row, begin, peaks, totals, sums):
             weighed = min(whole, (own + COLUMNS - 1) // COLUMNS * COLUMNS)
             for i in range(own, weighed):
                 line[i] = -np.inf
-        weigh_more(line, weighed, row, begin, True, peaks, totals, sums, True)
+        peak = peak_of_line(line, weighed, peaks[row])
+        weigh_more(line, weighed, row, begin, peak, True, peaks, totals, sums, True)
     terms, end = _terms_of(size), (seen + 1) // 2 * 2
     if terms % 2 and terms < size:
-        for i in range(weighed, end):
-            bits[i] = 0
+        for i in range(end):
+            line[i] = widen(narrow(line[i], np.uint16(0))) if i < weighed else _F(0.0)
         _pair_parts(bits, terms, seen)
         return
     for i in range(weighed // COLUMNS * COLUMNS, end, 2):

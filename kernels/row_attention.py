@@ -41,6 +41,7 @@ from lookahead.kernels.weighted_sums import (
     add_fours,
     add_rest,
     add_sums,
+    peak_of_line,
     weigh_more,
 )
 from lookahead.utils.addresses import array_at
@@ -177,11 +178,8 @@ def _attend(address, number, word, size):
     most_rows = most_rows_of(groups, trees, per_kv) + ROWS  # a tile of one depth's nodes may end after the last row
     queries, sums = np.zeros((most_rows, dim), np.float32), np.empty((most_rows, dim), np.float32)
     pairs = np.zeros((most_rows, dim // 2), np.int32)  # of the queries, for the CPU's instruction
-    peaks, totals, scores = (
-        np.empty(most_rows, np.float32),
-        np.empty(most_rows, np.float32),
-        np.zeros((ROWS, LINE), np.float32),
-    )
+    peaks, totals, tops = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32), np.empty(ROWS, np.float32)
+    scores = np.zeros((ROWS, LINE), np.float32)
     transposed, block = np.empty((dim, STEP), np.float32), np.empty((BLOCK, dim), np.float32)
     held = np.empty(most, np.int64)  # by depth, the node whose values are in the block
     units, whole, turns = units_of(groups, trees, kv_heads, array_at(threads_at, (1,), np.int64)[0])
@@ -225,7 +223,7 @@ def _attend(address, number, word, size):
                 load_block(keys, words, values, begin, common, head, transposed, block, is_half)
                 _attend_shared(
                     queries[:tiled], pairs, transposed, block, words, flat, begin, common, head, kv_heads,
-                    scale, softcap, is_half, scores, peaks, totals, sums,
+                    scale, softcap, is_half, scores, tops, peaks, totals, sums,
                 )  # fmt: skip
             end = filled + whole_tiles((count - scored) * per_kv)
             node, own = scored, np.int64(0)
@@ -238,7 +236,7 @@ def _attend(address, number, word, size):
                 _attend_tree(
                     keys[base:], values[base:], words[base:], flat[base * kv_heads * dim * size // 4 :],
                     nodes[0], nodes[1], start - base, until, node, shared, head, per_kv, scale, window, softcap,
-                    is_half, queries[begin:ending], pairs[begin:ending], scores, sums[begin:ending],
+                    is_half, queries[begin:ending], pairs[begin:ending], scores, tops, sums[begin:ending],
                     peaks[begin:ending], totals[begin:ending], transposed, block, held,
                 )  # fmt: skip
                 own += until - node
@@ -275,7 +273,7 @@ def _load_queries(query, head, per_kv, scale, is_half, queries, pairs):
 @jit_part
 def _attend_shared(
     queries, pairs, transposed, block, words, flat, begin, common, head, kv_heads, scale, softcap, is_half, scores,
-    peaks, totals, sums,
+    tops, peaks, totals, sums,
 ):  # fmt: skip
     """Attend to a block of keys that all queries see."""
     lines = BLOCK // LANES * (words.shape[2] // LANES)
@@ -292,7 +290,9 @@ def _attend_shared(
         for row in range(ROWS):
             if softcap:
                 _cap(scores[row], common, softcap)
-            weigh_more(scores[row], common, first + row, begin, is_half, peaks, totals, sums)
+            tops[row] = peak_of_line(scores[row], common, peaks[first + row])
+        for row in range(ROWS):
+            weigh_more(scores[row], common, first + row, begin, tops[row], is_half, peaks, totals, sums)
         if is_half:
             add_fours(scores, block, common, sums, first, ROWS)
         else:
@@ -302,7 +302,7 @@ def _attend_shared(
 @jit_part
 def _attend_tree(
     keys, values, words, flat, parents, depths, start, count, scored, shared, head, per_kv, scale, window,
-    softcap, is_half, queries, pairs, scores, sums, peaks, totals, transposed, block, held,
+    softcap, is_half, queries, pairs, scores, tops, sums, peaks, totals, transposed, block, held,
 ):  # fmt: skip
     """One pass over the blocks of keys after the shared ones."""
     rows, deepest, kv_heads = (count - scored) * per_kv, 0, keys.shape[1]
@@ -348,8 +348,11 @@ def _attend_tree(
                     _cap(line, size, softcap)
                 if window:  # the first keys may be before it; a later one in the block is not
                     line[: max(0, min(size, start + depths[node] + 1 - window - begin))] = -_FAR
+                tops[row - first] = peak_of_line(line, size, peaks[row]) if size > 0 else peaks[row]
+            for row in range(first, min(first + ROWS, rows)):
+                size = min(BLOCK, start + depths[scored + row // per_kv] + 1 - begin)
                 if size > 0:
-                    weigh_more(line, size, row, begin, is_half, peaks, totals, sums)
+                    weigh_more(scores[row - first], size, row, begin, tops[row - first], is_half, peaks, totals, sums)
             if is_half:
                 add_fours(scores, block, whole, sums, first, tile)
             else:
@@ -359,4 +362,4 @@ def _attend_tree(
                 size = min(BLOCK, start + depths[node] + 1 - begin)
                 if size > whole:
                     load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)
-                    add_rest(scores[row - first], block, whole, size, sums[row])
+                    add_rest(scores[row - first], block, whole, size, sums[row], values[0, 0, 0])

@@ -114,7 +114,10 @@ def pair_weights(context: Any, weights: Any, out: Any) -> Any:
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         (weights, at), (out, to) = matrices_of(target, builder, signature, values)
         places = (builder.add(at, WHOLE(i)) for i in (0, LANES))
-        pairs = paired(builder, *(builder.load(vector_at(builder, weights, place, PAIRS), align=4) for place in places))
+        both = [builder.load(vector_at(builder, weights, place, PAIRS), align=4) for place in places]
+        lower, upper = ([lane // 2 * 4 + lane % 2 + more for lane in range(LANES)] for more in (0, 2))
+        early, late = (builder.shuffle_vector(*both, ir.Constant(PAIRS, order)) for order in (lower, upper))
+        pairs = builder.or_(builder.lshr(early, _SIXTEEN), late)
         builder.store(pairs, vector_at(builder, out, to, PAIRS), align=4)
         return target.get_dummy_value()
 
@@ -151,20 +154,6 @@ def fetch_rows(context: Any, source: Any) -> Any:
         return target.get_dummy_value()
 
     return types.void(source), emit
-
-
-def paired(builder: Any, first: Any, second: Any) -> Any:
-    """`pair_weights` of registers."""
-    lower, upper = ([lane // 2 * 4 + lane % 2 + more for lane in range(LANES)] for more in (0, 2))
-    early, late = (builder.shuffle_vector(first, second, ir.Constant(PAIRS, order)) for order in (lower, upper))
-    return builder.or_(builder.lshr(early, _SIXTEEN), late)
-
-
-def neighbours(builder: Any, first: Any, second: Any) -> Any:
-    """Pairs of neighbouring bfloat16 of two registers as in `pair_weights`, the earlier one in the upper half."""
-    even, odd = (ir.Constant(PAIRS, list(range(place, 2 * LANES, 2))) for place in (0, 1))
-    early, late = (builder.shuffle_vector(first, second, order) for order in (even, odd))
-    return builder.or_(early, builder.lshr(late, _SIXTEEN))
 
 
 @to_intrinsic

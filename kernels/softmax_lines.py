@@ -5,21 +5,33 @@ They are written in LLVM IR: from loops over arrays, Numba makes code that takes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 
-from lookahead.kernels.microkernel import LANES, PAIRS, VECTOR, WHOLE, call, emit_loop, matrices_of, spread, vector_at
+from lookahead.kernels.microkernel import (
+    HAS_DOT_OF_PAIRS,
+    LANES,
+    PAIRS,
+    VECTOR,
+    WHOLE,
+    call,
+    emit_loop,
+    matrices_of,
+    spread,
+    to_halves,
+    vector_at,
+)
 from lookahead.kernels.scalars import to_intrinsic
-from lookahead.kernels.shuffles import neighbours, paired
 
 _LOWEST = -87.33654475  # the exponential of smaller numbers is 0
 _LOG2E = 1.4426950408889634
 # 2 ** x for a fraction x is nearly 1 + x minus this polynomial, whose coefficients start with the cube.
 _POLYNOMIAL = -0.079204240219773236, -0.22433836478672356, 0.30354260500649682, 0.00010703434948458272
+_NORMAL = 1 << 23  # the bits of the smallest normal float32
 _EXPONENT, _BIAS = float(1 << 23), float(127 << 23)  # a number times the first plus the second: the bits of 2 ** number
 
 
@@ -47,10 +59,11 @@ def peak_of(context: Any, line: Any, peak: Any) -> Any:
     return types.float32(line, peak), emit
 
 
-def _weighing(pair: Callable[..., Any]) -> Any:
+def _weighing(order: Sequence[int]) -> Any:
     """An intrinsic: replace scores, as in `peak_of`, by weights in bfloat16; returns the sum of the float32 weights.
 
-    `pair` makes pairs of every two registers of weights, which are also stored, from another index on.
+    If the CPU multiplies pairs, every `2 * LANES` weights are also stored as bfloat16 in an order, from another index
+    on, and those in the place of the scores are not rounded, except for the last ones, of an odd register.
 
     Source of the exponential: Malossi et al. 2015, "Fast exponential computation on SIMD architectures".
     """
@@ -60,25 +73,27 @@ def _weighing(pair: Callable[..., Any]) -> Any:
             (line, at, count), (pairs, to) = matrices_of(target, builder, signature, values[:2])
             peaks, one = spread(builder, values[2]), WHOLE(1)
 
-            def weigh(place: Any, total: Any) -> tuple[Any, Any]:
+            def weigh(place: Any, *, is_rounded: bool) -> Any:
                 weight = _weight(builder, builder.fsub(builder.load(place, align=4), peaks))
-                bits = builder.bitcast(weight, PAIRS)
-                odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
-                nearest = builder.add(builder.add(bits, _words(0x7FFF)), odd)
-                nearest = builder.and_(nearest, _words(-65536))
-                builder.store(nearest, builder.bitcast(place, PAIRS.as_pointer()), align=4)
-                return nearest, builder.fadd(total, weight)
+                stored = _rounded(builder, weight) if is_rounded else weight
+                builder.store(stored, builder.bitcast(place, stored.type.as_pointer()), align=4)
+                return weight
 
             def weigh_two(turn: Any, totals: list[Any]) -> list[Any]:
                 first = builder.shl(turn, one)
                 places = [_at(builder, line, at, each) for each in (first, builder.add(first, one))]
-                (first, total), (second, other) = map(weigh, places, totals)
-                builder.store(pair(builder, first, second), _at(builder, pairs, to, turn, PAIRS), align=4)
-                return [total, other]
+                weights = [weigh(place, is_rounded=not HAS_DOT_OF_PAIRS) for place in places]
+                if HAS_DOT_OF_PAIRS:
+                    halves = to_halves(builder, *weights)
+                    halves = builder.shuffle_vector(
+                        halves, halves, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), [*order])
+                    )
+                    builder.store(builder.bitcast(halves, PAIRS), _at(builder, pairs, to, turn, PAIRS), align=4)
+                return [builder.fadd(*each) for each in zip(totals, weights, strict=True)]
 
             def weigh_last(_: Any, totals: list[Any]) -> list[Any]:
                 place = _at(builder, line, at, builder.sub(count, one))
-                return [weigh(place, totals[0])[1], totals[1]]
+                return [builder.fadd(totals[0], weigh(place, is_rounded=True)), totals[1]]
 
             totals = emit_loop(builder, builder.lshr(count, one), [_floats(0.0)] * 2, weigh_two)
             totals = emit_loop(builder, builder.and_(count, one), totals, weigh_last)
@@ -89,8 +104,16 @@ def _weighing(pair: Callable[..., Any]) -> Any:
     return to_intrinsic(weigh_line)
 
 
-weigh_line = _weighing(paired)
-weigh_in_order = _weighing(neighbours)
+# Of every four the first with the third, the second with the fourth, or neighbours, the earlier one in the upper half.
+weigh_line = _weighing([lane // 4 * 4 + lane % 4 // 2 + lane % 2 * 2 for lane in range(2 * LANES)])
+weigh_in_order = _weighing([lane ^ 1 for lane in range(2 * LANES)])
+
+
+def _rounded(builder: Any, weight: Any) -> Any:
+    """Round to the nearest bfloat16."""
+    bits = builder.bitcast(weight, PAIRS)
+    odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
+    return builder.and_(builder.add(builder.add(bits, _words(0x7FFF)), odd), _words(-65536))
 
 
 def _weight(builder: Any, shifted: Any) -> Any:
@@ -105,8 +128,10 @@ def _weight(builder: Any, shifted: Any) -> Any:
     for coefficient in _POLYNOMIAL[1:]:
         error = fma(fraction, error, _floats(coefficient))
     bits = builder.fptosi(fma(_floats(_EXPONENT), builder.fsub(power, error), _floats(_BIAS)), PAIRS)
+    # The least are below the normal numbers. Rounded, they are the smallest one.
+    bits = builder.select(builder.icmp_signed(">", bits, _words(_NORMAL)), bits, _words(_NORMAL))
     is_seen = builder.fcmp_ordered(">=", shifted, _floats(_LOWEST))
-    return builder.select(is_seen, builder.bitcast(bits, VECTOR), _floats(0.0))
+    return builder.bitcast(builder.select(is_seen, bits, _words(0)), VECTOR)
 
 
 def _larger(builder: Any, peaks: Any, line: Any) -> Any:

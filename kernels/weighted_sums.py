@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of
-from lookahead.kernels.scalars import exp_of_negative, fma, jit_part
+from lookahead.kernels.microkernel import HAS_DOT_OF_PAIRS, LANES, ROWS, tile_of
+from lookahead.kernels.scalars import exp_of_negative, fma, jit_part, narrow, widen
 from lookahead.kernels.shuffles import pair_weights
 from lookahead.kernels.softmax_lines import peak_of, weigh_in_order, weigh_line
 from lookahead.utils.jit import njit
@@ -24,7 +24,7 @@ SIZES = sorted({FEW, ROWS})
 TOGETHER = 4  # keys whose weighted values are added to each other before they are added to the sum
 
 # Whether an instruction adds both products of a pair to a sum, one after the other, each sum rounded.
-HAS_PAIRS = LANES == 16 and bool(FEATURES.get("avx512bf16"))
+HAS_PAIRS = HAS_DOT_OF_PAIRS
 
 _F = np.float32
 
@@ -39,12 +39,22 @@ _sums_of_two: Any = tile_of(2, "sums", rows=SIZES)
 
 
 @jit_part
-def weigh_more(scores, size, row, begin, is_half, peaks, totals, sums, in_order=False):
-    """Turn the scores of a query into weights, and scale its earlier sums down accordingly.
+def peak_of_line(scores, size, peak):
+    """The maximum of `peak` and the scores of a query; found for all queries of a tile before any is weighed."""
+    registers = size // LANES
+    peak = peak_of((scores, 0, registers), peak)
+    for i in range(registers * LANES, size):
+        peak = max(peak, scores[i])
+    return peak
+
+
+@jit_part
+def weigh_more(scores, size, row, begin, peak, is_half, peaks, totals, sums, in_order=False):
+    """Turn the scores of a query into weights relative to a peak, and scale its earlier sums down accordingly.
 
     `in_order` pairs neighbouring weights, not every fourth with the second next.
     """
-    peak, total = _weigh(scores, size, peaks[row], is_half, in_order)
+    total = _weigh_halves(scores, size, peak, in_order) if is_half else _weigh_floats(scores, size, peak)
     if peak == peaks[row]:
         totals[row] += total
         return
@@ -53,16 +63,6 @@ def weigh_more(scores, size, row, begin, is_half, peaks, totals, sums, in_order=
     if begin:
         for i in range(sums.shape[1]):
             sums[row, i] *= fade
-
-
-@jit_part
-def _weigh(scores, size, peak, is_half, in_order):
-    """Replace scores by weights; returns the maximum of scores and `peak`, and the sum of the weights."""
-    registers = size // LANES
-    peak = peak_of((scores, 0, registers), peak)
-    for i in range(registers * LANES, size):
-        peak = max(peak, scores[i])
-    return peak, _weigh_halves(scores, size, peak, in_order) if is_half else _weigh_floats(scores, size, peak)
 
 
 @njit(fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
@@ -77,7 +77,7 @@ def _weigh_floats(scores, size, peak):
 
 @jit_part
 def _weigh_halves(scores, size, peak, in_order):
-    """Weights are rounded to bfloat16 after summation, and also stored as pairs from index `BLOCK` on."""
+    """Weights are also stored as pairs of bfloat16 from index `BLOCK` on; see `softmax_lines` for which are rounded."""
     registers, bits = size // LANES, scores.view(np.int32)
     if in_order:
         total = weigh_in_order((scores, 0, registers), (bits, BLOCK), peak)
@@ -86,8 +86,7 @@ def _weigh_halves(scores, size, peak, in_order):
     for i in range(registers * LANES, size):
         weight = _F(math.exp(scores[i] - peak))
         total += weight
-        scores[i] = weight
-        bits[i] = (bits[i] + np.int32(0x7FFF) + ((bits[i] >> np.int32(16)) & np.int32(1))) & np.int32(-65536)
+        scores[i] = widen(narrow(weight, np.uint16(0)))
     last = size // COLUMNS * COLUMNS
     if last < size and not in_order:
         pair_weights((bits, last), (bits, BLOCK + last // 2))
@@ -139,8 +138,13 @@ def add_sums(weights, values, begin, size, head, kv_heads, sums, first, count):
 
 
 @jit_part
-def add_rest(weights, values, begin, size, sums):
-    """Add weighted values: four keys at a time, then the rest, from the last one backwards."""
+def add_rest(weights, values, begin, size, sums, like):
+    """Add weighted values: four keys at a time, then the rest, from the last one backwards.
+
+    Weights are rounded to the type of `like`.
+    """
+    for i in range(begin, size):
+        weights[i] = widen(narrow(weights[i], like))
     whole = begin + (size - begin) // TOGETHER * TOGETHER
     for i in range(begin, whole, TOGETHER):
         a, b, c, d = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
