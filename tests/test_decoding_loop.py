@@ -20,8 +20,9 @@ from lookahead.decoding import scheduler
 from lookahead.engine.engine import Engine
 from lookahead.errors import ConfigError, PromptError
 from lookahead.model.slots import RowCopy
+from lookahead.serving.api_errors import ApiError
 from lookahead.serving.decoding_loop import DecodingLoop
-from lookahead.serving.requests import GenerationRequest, LoopClosedError, QueueFullError, Update
+from lookahead.serving.requests import GenerationRequest, Update
 from tests.test_encoder_decoder import model_of
 
 PROMPTS = [
@@ -77,15 +78,16 @@ def serving() -> Iterator[Callable[..., DecodingLoop]]:
 
 
 def request_of(tokenizer: Any, text: str, **options: Any) -> GenerationRequest:
-    given = {name: options.pop(name) for name in ("seed", "top_logprobs", "prediction", "regex") if name in options}
+    given = {name: options.pop(name) for name in ("seed", "top_logprobs", "prediction") if name in options}
     options = {"max_new_tokens": 24, "do_sample": False, **options}
     return GenerationRequest(ids=tokenizer(text).input_ids, options=options, **given)
 
 
 def alone(model: Any, tokenizer: Any, request: GenerationRequest) -> lookahead.GenerationResult:
     """What the request gives by itself."""
-    given = {"seed": request.seed, "prediction": request.prediction, "regex": request.regex}
-    return lookahead.generate(model, tokenizer, request.ids, **given, **request.options)
+    return lookahead.generate(
+        model, tokenizer, request.ids, seed=request.seed, prediction=request.prediction, **request.options
+    )
 
 
 class Pushing(LogitsProcessor):
@@ -203,7 +205,7 @@ def test_a_queue_that_is_full_refuses_and_takes_again_later(serving, tiny_llama,
     loop = serving(tiny_llama, tiny_tokenizer, rows=1, queue=1)
     long = request_of(tiny_tokenizer, PROMPTS[0], max_new_tokens=300, min_new_tokens=300)
     clients = [Client(loop, long)]
-    with pytest.raises(QueueFullError, match="requests wait"):
+    with pytest.raises(ApiError, match="requests wait"):
         while True:
             clients.append(Client(loop, long))
     for client in clients:
@@ -324,7 +326,7 @@ def test_closing_ends_outputs_with_a_reason_and_the_threads(tiny_llama, tiny_tok
     assert begun.wait(WAIT_S)
     loop.close()
     assert [client.wait().end for client in clients] == ["cancelled"] * 4
-    with pytest.raises(LoopClosedError):
+    with pytest.raises(ApiError, match="shutting down"):
         Client(loop, endless)
     deadline = time.monotonic() + WAIT_S
     while threading.active_count() > before and time.monotonic() < deadline:

@@ -18,17 +18,22 @@ from lookahead.decoding.prompts import PromptReader
 from lookahead.plugins.grammar.grammar import Grammar
 from lookahead.serving import service
 from lookahead.serving.answers import Answer
-from lookahead.serving.messages import CountBody, MessagesBody, MessagesForm
+from lookahead.serving.messages import MessagesAnswer
 from lookahead.serving.parsing import parsed
 from lookahead.serving.request_schemas import ChatBody, CompletionBody
-from lookahead.serving.responses import ResponsesBody, ResponsesForm
+from lookahead.serving.responses import ResponsesAnswer
 from lookahead.serving.timed_workers import TimedWorkers
 from lookahead.serving.translation import Translator
-from tests.support.running_server import folder, server
+from tests.support.running_server import Running, folder, server
 
 __all__ = ["folder", "server"]  # fixtures
 pytest.importorskip("openai")
 WAIT_S = 60.0
+
+
+def soon() -> float:
+    """A deadline."""
+    return time.monotonic() + WAIT_S
 
 
 def refused_at_once(server: Any, path: str, body: Any) -> dict[str, Any]:
@@ -136,9 +141,9 @@ def test_a_prediction_is_cut_to_what_the_answer_can_hold_before_it_is_tokenized(
     assert max(sizes) <= most * max(map(len, tokenizer.get_vocab()))
 
 
-def test_what_is_read_for_clients_that_left_is_given_up(server, monkeypatch):
+def test_what_is_read_for_clients_that_left_is_given_up(folder, monkeypatch):
     monkeypatch.setattr(service, "_READING_S", WAIT_S)
-    begun = threading.Semaphore(0)
+    begun, server = threading.Semaphore(0), Running(folder)
 
     def endless(*_: Any) -> None:
         begun.release()
@@ -158,6 +163,7 @@ def test_what_is_read_for_clients_that_left_is_given_up(server, monkeypatch):
     began = time.monotonic()
     assert server.raw("POST", "/tokenize", {"prompt": "abc"})[0] == 200
     assert time.monotonic() - began < WAIT_S / 2  # before the limit of time
+    server.end()
 
 
 @contextmanager
@@ -188,10 +194,8 @@ REQUESTS = {
 }
 WORK = [
     *((path, owner, name) for path in REQUESTS for owner, name in [(service, "parsed"), (Translator, "check")]),
-    ("/v1/responses", ResponsesBody, "chat"), ("/v1/messages", MessagesBody, "chat"),
-    ("/v1/messages/count_tokens", CountBody, "chat"), ("/v1/completions", Answer, "__init__"),
-    ("/v1/completions", Answer, "whole"), ("/v1/responses", ResponsesForm, "answer"),
-    ("/v1/messages", MessagesForm, "answer"),
+    ("/v1/completions", Answer, "__init__"), ("/v1/completions", Answer, "whole"),
+    ("/v1/responses", ResponsesAnswer, "answer"), ("/v1/messages", MessagesAnswer, "answer"),
 ]  # fmt: skip
 
 
@@ -205,7 +209,7 @@ def test_others_are_answered_while_bodies_are_read_and_answers_written(server, m
 
 
 @pytest.mark.parametrize("stream", [{"logprobs": 3, "echo": True, "max_tokens": 0}, {"max_tokens": 2}], ids=str)
-@pytest.mark.parametrize("name", ["begin", "end"])
+@pytest.mark.parametrize("name", ["begin", "finish"])
 def test_others_are_answered_while_a_stream_begins_and_ends(server, monkeypatch, stream, name):
     body = {"prompt": "abc", "stream": True, **stream}
     with ThreadPoolExecutor(1) as pool, stalled(monkeypatch, Answer, name) as begun:
@@ -242,7 +246,7 @@ def test_no_more_tasks_run_at_once_than_there_are_workers_even_if_they_are_left(
 
     async def several() -> None:
         workers = TimedWorkers(2)
-        tasks = [asyncio.ensure_future(workers.run(busy, WAIT_S)) for _ in range(6)]
+        tasks = [asyncio.ensure_future(workers.run(busy, soon())) for _ in range(6)]
         await asyncio.sleep(0.05)
         for task in tasks[:4]:  # their clients have left
             task.cancel()
@@ -250,7 +254,7 @@ def test_no_more_tasks_run_at_once_than_there_are_workers_even_if_they_are_left(
         assert most == 2
         leave.set()
         await asyncio.gather(*tasks[4:])
-        assert await workers.run(lambda: 7, WAIT_S) == 7
+        assert await workers.run(lambda: 7, soon()) == 7
 
     asyncio.run(several())
     assert most == 2
@@ -261,10 +265,10 @@ def test_workers_take_the_tasks_of_clients_in_turns():
 
     async def several() -> None:
         workers = TimedWorkers(1)
-        first = asyncio.ensure_future(workers.run(lambda: leave.wait(WAIT_S), WAIT_S))
+        first = asyncio.ensure_future(workers.run(lambda: leave.wait(WAIT_S), soon()))
         await asyncio.sleep(0)
         tasks = [
-            asyncio.ensure_future(workers.run(lambda client=client: order.append(client), WAIT_S, client=client))
+            asyncio.ensure_future(workers.run(lambda client=client: order.append(client), soon(), client))
             for client in ["a", "a", "a", "b", "c", "b"]
         ]
         await asyncio.sleep(0.05)

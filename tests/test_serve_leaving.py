@@ -15,11 +15,10 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from lookahead.serving.api_errors import ApiError
-from lookahead.serving.forms import AnswerForm
 from lookahead.serving.parsing import parsed
 from lookahead.serving.request_schemas import CompletionBody
 from lookahead.serving.served_models import ServedModels
-from lookahead.serving.service import Service
+from lookahead.serving.service import Service, unless_left
 from tests.support.running_server import LONG, folder, server, wait_until_idle
 
 __all__ = ["folder", "server"]  # fixtures
@@ -110,7 +109,7 @@ def test_outputs_that_end_while_the_client_leaves_lose_no_error(folder, log):
             return {"type": "http.disconnect"}
 
         try:
-            await service.whole(turn, Request({"type": "http"}, receive), AnswerForm())
+            await unless_left(Request({"type": "http"}, receive), service.whole(turn))
             raise AssertionError("an answer for a client that left")
         except ClientDisconnect:
             pass

@@ -132,13 +132,12 @@ def test_blocks_become_messages_of_a_chat():
             ],
         }
     )
-    chat = body.chat()
-    assert [(each.role, text_of(each.content)) for each in chat.messages] == [
+    assert [(each.role, text_of(each.content)) for each in body.messages] == [
         ("system", "be short"), ("user", "abc"), ("assistant", "short"), ("tool", "short"), ("tool", ""),
         ("user", "go"),
     ]  # fmt: skip
-    said = chat.messages[2]
-    assert said.reasoning_content == "hm" and chat.messages[3].tool_call_id == "1"
+    said = body.messages[2]
+    assert said.reasoning_content == "hm" and body.messages[3].tool_call_id == "1"
     assert said.tool_calls == [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
 
 

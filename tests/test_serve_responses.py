@@ -105,7 +105,7 @@ def test_calls_and_results_become_messages_of_a_chat(server):
             ]
         }
     )
-    user, said, first, second, last = body.chat([]).messages
+    user, said, first, second, last = body.messages
     assert (user.content, text_of(said.content), said.reasoning_content) == ("abc", "so", "hm")
     assert [call["id"] for call in said.tool_calls or ()] == ["1", "2"]
     assert [(each.role, each.tool_call_id, text_of(each.content)) for each in (first, second)] == [

@@ -1,20 +1,24 @@
-"""Answers in the format of the OpenAI API: whole ones, and the chunks of streams."""
+"""Answers: those of the OpenAI API, and what the answers of other APIs, which have parts, share."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lookahead.serving.api_errors import ApiError
 from lookahead.serving.request_schemas import ChatBody, CompletionBody
 from lookahead.serving.requests import TokenLogprobs, Update
 from lookahead.serving.stop_texts import StopTexts
 from lookahead.serving.tool_calls import CallReader
 from lookahead.stats import DecodingStats, total
+
+Event = dict[str, Any]
 
 
 class Choice:
@@ -39,7 +43,7 @@ class Choice:
         self.stats = DecodingStats()
 
     def add(self, update: Update) -> list[dict[str, Any]]:
-        """Add an update; returns what is new and final, as deltas of a message."""
+        """Add an update; returns what is new and final, as deltas of a message: the first has the log-probabilities."""
         piece = self._stops.put(update.text, is_last=update.is_last)
         self.text += piece
         self.tokens += len(update.tokens)
@@ -48,11 +52,18 @@ class Choice:
         if self.has_stopped or update.end is not None:
             self.finish_reason = "length" if update.end == "length" and not self.has_stopped else "stop"
         if self.reader is None:
-            return [{"content": piece}] if piece else []
-        deltas = self.reader.put(piece, is_last=update.is_last or self.has_stopped)
-        if self.finish_reason and self.reader.calls and not self.reader.is_cut:
-            self.finish_reason = "tool_calls"
-        return deltas
+            deltas = [{"content": piece}] if piece else []
+        else:
+            deltas = self.reader.put(piece, is_last=update.is_last or self.has_stopped)
+            if self.finish_reason and self.reader.calls and not self.reader.is_cut:
+                self.finish_reason = "tool_calls"
+        is_late = update.logprobs and not (deltas and "content" in deltas[0])  # text of a token comes with another
+        return [{"content": ""}, *deltas] if is_late else deltas
+
+    @property
+    def message(self) -> tuple[str, list[dict[str, Any]]]:
+        """The text and the calls so far."""
+        return (self.text, []) if self.reader is None else (self.reader.text, self.reader.calls)
 
     @property
     def has_stopped(self) -> bool:
@@ -74,7 +85,13 @@ class Answer:
         tokenizer: The tokenizer.
         prompts: Token ids of each of its prompts.
         logprobs: Those of each prompt, if requested.
+
+    Attributes:
+        choices: Its outputs.
+        end: What ends a stream.
     """
+
+    end = "data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -84,7 +101,7 @@ class Answer:
         prompts: Sequence[list[int]],
         logprobs: Sequence[list[TokenLogprobs]] = (),
     ) -> None:
-        self._body, self._tokenizer, self._prompts, self.model = body, tokenizer, prompts, model
+        self._body, self._tokenizer, self._prompts, self._model = body, tokenizer, prompts, model
         self._prompt_logprobs, self._texts = logprobs, dict[int, str]()
         self._is_chat = isinstance(body, ChatBody)
         names, forced = list[str](), body.forced_tools if isinstance(body, ChatBody) else None
@@ -108,11 +125,45 @@ class Answer:
                 choice.finish_reason = "length"
         kind = "chat.completion" if self._is_chat else "text_completion"
         name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self._head: Event = {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
-    def whole(self) -> dict[str, Any]:
+    def begin(self) -> Iterable[Event]:
+        """The first events of a stream."""
+        if self._is_chat:
+            return [self._chunk(i, {"role": "assistant", "content": ""}, None, []) for i in range(len(self.choices))]
+        begun = [(i, each) for i, each in enumerate(self.choices) if each.text or each.finish_reason]
+        return [self._chunk(i, {"content": each.text}, each.finish_reason, each.logprobs) for i, each in begun]
+
+    def add(self, i: int, update: Update) -> Iterable[Event]:
+        """Add an update of an output; returns its events in a stream."""
+        choice = self.choices[i]
+        logprobs = [update.logprobs]
+        for delta in choice.add(update):
+            yield self._chunk(i, delta, None, logprobs.pop() if logprobs else [])
+        if update.is_last or choice.has_stopped:
+            yield self._chunk(i, {}, choice.finish_reason, [])
+
+    def finish(self) -> Iterable[Event]:
+        """The last events of a stream."""
+        if not self._body.includes_usage:
+            return []
+        return [{**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}]
+
+    def failed(self, error: ApiError) -> Event:
+        """The last event of a stream that ends with an error."""
+        return error.body
+
+    def whole(self) -> Event:
         """The whole answer, after all its outputs have ended."""
-        choices = [self._choice(i, each) for i, each in enumerate(self.choices)]
+        choices = list[Event]()
+        for i, choice in enumerate(self.choices):
+            text, calls = choice.message
+            message: Event = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+            message |= {"tool_calls": calls} if calls else {}
+            choices.append(self._choice(i, "message", message, choice.finish_reason, choice.logprobs))
+            if self._body.prompt_logprobs is not None:
+                read = self._prompt_logprobs[i // self._body.choices]
+                choices[i]["prompt_logprobs"] = [None, *(self._of_prompt(each) for each in read[1:])]
         told = {"prompt_logprobs": choices[0]["prompt_logprobs"]} if self._is_chat and self._prompt_logprobs else {}
         return {**self._head, "choices": choices, "usage": self.usage(), **told}
 
@@ -138,61 +189,35 @@ class Answer:
             },
         }
 
-    def begin(self) -> list[dict[str, Any]]:
-        """The first chunks of a stream."""
-        if self._is_chat:
-            return [self._chunk(i, {"role": "assistant", "content": ""}, None, []) for i in range(len(self.choices))]
-        begun = [(i, each) for i, each in enumerate(self.choices) if each.text or each.finish_reason]
-        return [self._chunk(i, {"content": each.text}, each.finish_reason, each.logprobs) for i, each in begun]
-
-    def add(self, i: int, update: Update) -> list[dict[str, Any]]:
-        """Add an update of an output; returns its chunks for a stream."""
-        choice = self.choices[i]
-        deltas = choice.add(update)
-        if update.logprobs and not (deltas and "content" in deltas[0]):
-            deltas = [{"content": ""}, *deltas]
-        logprobs = [update.logprobs, *([] for _ in deltas)]
-        chunks = [self._chunk(i, delta, None, logs) for delta, logs in zip(deltas, logprobs, strict=False)]
-        if update.is_last or choice.has_stopped:
-            chunks.append(self._chunk(i, {}, choice.finish_reason, []))
-        return chunks
-
-    def end(self) -> list[dict[str, Any]]:
-        """The last chunk of a stream, if usage was requested."""
-        if not self._body.includes_usage:
-            return []
-        return [{**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}]
-
     @property
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self._is_chat else "text_completion"
 
-    def _chunk(
-        self, i: int, delta: dict[str, Any], reason: str | None, logprobs: Sequence[TokenLogprobs]
-    ) -> dict[str, Any]:
-        told = self._logprobs(self.choices[i], logprobs) if logprobs else None
-        choice: dict[str, Any] = {"index": i, "logprobs": told, "finish_reason": reason}
-        choice["stop_reason"] = None if reason is None else self.choices[i].stop
-        choice |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+    def _chunk(self, i: int, delta: Event, reason: str | None, logprobs: Sequence[TokenLogprobs]) -> Event:
+        choice = self._choice(i, "delta", delta, reason, logprobs)
         return {**self._head, "object": self._chunk_kind, "choices": [choice]}
 
-    def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
-        told = self._logprobs(choice, choice.logprobs) if choice.logprobs else None
-        made: dict[str, Any] = {"index": i, "finish_reason": choice.finish_reason, "logprobs": told}
-        made["stop_reason"] = choice.stop
-        if self._body.prompt_logprobs is not None:
-            read = self._prompt_logprobs[i // self._body.choices]
-            made["prompt_logprobs"] = [None, *(self._of_prompt(each) for each in read[1:])]
-        if not self._is_chat:
-            return made | {"text": choice.text}
-        text = choice.text if choice.reader is None else choice.reader.text
-        calls = [] if choice.reader is None else choice.reader.calls
-        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
-        return made | {"message": {**message, "tool_calls": calls} if calls else message}
+    def _choice(
+        self, i: int, name: str, content: Event, reason: str | None, logprobs: Sequence[TokenLogprobs]
+    ) -> Event:
+        """A choice with a message, or a delta of one."""
+        choice = self.choices[i]
+        told: Event = {"index": i, "logprobs": self._logprobs(choice, logprobs) if logprobs else None}
+        told["stop_reason"] = None if reason is None else choice.stop
+        if isinstance(self._body, ChatBody) and self._body.functions:  # the older form of tools: there is one call
+            for call in content.pop("tool_calls", ())[:1]:
+                if not call.get("index"):
+                    content["function_call"] = call["function"]
+            reason = "function_call" if reason == "tool_calls" else reason
+        return {
+            **told,
+            "finish_reason": reason,
+            **({name: content} if self._is_chat else {"text": content.get("content", "")}),
+        }
 
-    def _logprobs(self, choice: Choice, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, found: Sequence[TokenLogprobs]) -> Event:
         if self._is_chat:
-            return {"content": [self._entry(each) for each in found], "refusal": None}
+            return {"content": self._entries(found), "refusal": None}
         texts = [self._text(each.token) for each in found]
         *offsets, choice.offset = accumulate(map(len, texts), initial=choice.offset)
         return {
@@ -213,11 +238,14 @@ class Answer:
             for token, log in logprobs.items()
         }
 
-    def _entry(self, each: TokenLogprobs) -> dict[str, Any]:
-        entry = self._named(each.token, each.logprob)
-        return entry | {"top_logprobs": [self._named(token, log) for token, log in each.top]}
+    def _entries(self, found: Sequence[TokenLogprobs]) -> list[Event]:
+        """Tokens of a chat with their log-probabilities."""
+        return [
+            self._named(each.token, each.logprob) | {"top_logprobs": [self._named(*top) for top in each.top]}
+            for each in found
+        ]
 
-    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def _named(self, token: int, logprob: float | None) -> Event:
         text = self._text(token)
         # A token may be part of a character; its text then does not show its bytes.
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
@@ -226,3 +254,56 @@ class Answer:
         if token not in self._texts:
             self._texts[token] = str(self._tokenizer.decode([token]))
         return self._texts[token]
+
+
+class PartsAnswer(Answer):
+    """The answer of an API that has a chat's text and tool calls as parts, each with a beginning and an end.
+
+    Attributes:
+        parts: The parts so far.
+    """
+
+    end = ""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.parts = list[Event]()
+
+    def add(self, i: int, update: Update) -> Iterator[Event]:
+        return self._grow(self.choices[i].add(update), self._entries(update.logprobs))
+
+    def whole(self) -> Event:
+        choice, (text, calls) = self.choices[0], self.choices[0].message
+        deltas: list[Event] = [{"content": text}] if text or choice.logprobs else []
+        _ = [*self._grow([*deltas, *({"tool_calls": [call]} for call in calls)], self._entries(choice.logprobs))]
+        return self.answer()
+
+    def _grow(self, deltas: Sequence[Event], logprobs: list[Event]) -> Iterator[Event]:
+        for delta in deltas:
+            for call in delta.get("tool_calls", [None]):
+                if not self.parts or (call is not None and "id" in call):
+                    yield from self.close()
+                    self.parts.append(self.part(call))
+                    yield from self.open()
+                yield from self.grow(delta["content"] if call is None else call["function"]["arguments"], logprobs)
+                logprobs = []
+
+    @abstractmethod
+    def part(self, call: Event | None) -> Event:
+        """A new part: of a tool call of the chat, or of text."""
+
+    @abstractmethod
+    def grow(self, text: str, logprobs: list[Event]) -> Iterable[Event]:
+        """Add text with its log-probabilities, or arguments, to the last part."""
+
+    @abstractmethod
+    def open(self) -> Iterable[Event]:
+        """The events at the beginning of the last part."""
+
+    @abstractmethod
+    def close(self) -> Iterator[Event]:
+        """The events at the end of the last part, if there is one."""
+
+    @abstractmethod
+    def answer(self) -> Event:
+        """The whole answer, at its end."""

@@ -50,6 +50,12 @@ def invalid(param: str | None, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")
 
 
+def queue_full(waiting: int) -> ApiError:
+    """The error for a request to a server with too many others."""
+    message = f"{waiting} requests wait, the maximum; try again later"
+    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+
+
 def shutting_down() -> ApiError:
     """The error for a request when the server ends."""
     return ApiError(503, "the server is shutting down", code="shutting_down")

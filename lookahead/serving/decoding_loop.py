@@ -20,8 +20,9 @@ from lookahead.decoding.request import Request
 from lookahead.decoding.scheduler import Scheduler
 from lookahead.errors import ConfigError
 from lookahead.model.facts import decoder_of, input_device, prefills_at_once
+from lookahead.serving.api_errors import queue_full, shutting_down
 from lookahead.serving.output import Output
-from lookahead.serving.requests import GenerationRequest, LoopClosedError, OnUpdate, QueueFullError, Ticket
+from lookahead.serving.requests import GenerationRequest, OnUpdate
 from lookahead.utils.machine import memory_bytes
 
 _MOST_SLOTS = 4096  # default maximum per row
@@ -107,14 +108,13 @@ class DecodingLoop:
         """Outputs that can run and wait at once."""
         return self.rows + self._queue
 
-    def submit(self, request: GenerationRequest, on_update: OnUpdate) -> Ticket:
+    def submit(self, request: GenerationRequest, on_update: OnUpdate) -> Output:
         """Plan and queue one output of a request, from any thread. It may take milliseconds.
 
         `on_update` is called with every update on a thread of the loop; it must not block.
 
         Raises:
-            QueueFullError: Too many requests wait.
-            LoopClosedError: The loop was closed.
+            ApiError: Too many requests wait, or the loop was closed.
             ConfigError, PromptError, UnsupportedModelError: The request cannot be served.
         """
         return self.put(self.plan(request), on_update)
@@ -128,7 +128,7 @@ class DecodingLoop:
         options = dict(request.options)
         if request.top_logprobs is not None:
             options |= {"output_logits": True, "return_dict_in_generate": True}
-        grammars = {"json_schema": request.json_schema, "regex": request.regex, "grammar": request.grammar}
+        grammars = {name: options.pop(name, None) for name in ("json_schema", "regex", "grammar")}
         options = options_of(self.model, self.tokenizer, None, options, None, grammars)
         config = self._config if request.drafts else replace(self._config or LookaheadConfig(), proposers=())
         reader = PromptReader(self.model, self.tokenizer, config, **options)
@@ -138,7 +138,7 @@ class DecodingLoop:
         planned = PlannedRequest(request, reader, None)
         return planned if request.inputs else replace(planned, plan=planned.planned())
 
-    def put(self, planned: PlannedRequest, on_update: OnUpdate, choice: int = 0) -> Ticket:
+    def put(self, planned: PlannedRequest, on_update: OnUpdate, choice: int = 0) -> Output:
         """Queue a choice of a planned request, as `submit` does."""
         request, plan = planned.request, planned.plan
         seed = None if request.seed is None else (request.seed + choice) % (1 << 63)
@@ -165,9 +165,9 @@ class DecodingLoop:
     def _check_room(self) -> None:
         waiting = sum(lane.waiting for lane in self._lanes)
         if self._together.is_closed:
-            raise LoopClosedError("the decoding loop was closed")
+            raise shutting_down()
         if waiting >= self._queue + max(0, self.rows - self._together.running):
-            raise QueueFullError(f"{waiting} requests wait, the maximum; try again later")
+            raise queue_full(waiting)
 
     def figures(self) -> dict[str, float]:
         """Counts of running outputs and waiting requests, bytes of keys and values, prompt tokens read and reused."""
@@ -214,11 +214,11 @@ class _Lane:
             "reused_tokens": self._reused_tokens,
         }
 
-    def put(self, output: Output, client: str) -> Ticket:
+    def put(self, output: Output, client: str) -> Output:
         """Add an output. Clients take turns: one waits for as many outputs of others as it has itself."""
         with self._changed:
             if self.is_closed:
-                raise LoopClosedError("the decoding loop was closed")
+                raise shutting_down()
             output.request.turn = self._turn_now + sum(owner == client for owner in self._clients.values())
             self._clients[output.request.index] = client
             self._outputs[output.request.index] = output
@@ -227,7 +227,7 @@ class _Lane:
                 self._thread = threading.Thread(target=self._run, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        return Ticket(lambda: self._scheduler.cancel(output.request))
+        return output
 
     def close(self) -> None:
         """End all outputs with `"cancelled"`, and the thread after its step."""
@@ -235,7 +235,7 @@ class _Lane:
             self.is_closed = True
             self._changed.notify_all()
             for output in self._outputs.values():
-                self._scheduler.cancel(output.request)
+                output.cancel()
         if self._thread is not None:
             self._thread.join(_CLOSING_S)
 
@@ -283,7 +283,7 @@ class _Lane:
             output.tell()
         except Exception:  # of its client alone; the other outputs go on
             _log.exception("an update could not be sent, and its request is cancelled")
-            self._scheduler.cancel(request)
+            output.cancel()
 
 
 def _cache_tokens_of(model: PreTrainedModel, rows: int) -> int:

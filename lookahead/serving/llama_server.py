@@ -1,78 +1,92 @@
-"""Paths of llama-server (`/completion`, `/infill`, `/props`, `/slots`), translated to completions."""
+"""Paths of llama-server (`/completion`, `/infill`, `/props`, `/slots`): completions with other names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, AliasChoices, Field
 
 import lookahead
-from lookahead.serving.answers import Answer
-from lookahead.serving.forms import AnswerForm, Event
-from lookahead.serving.request_schemas import CompletionBody, GenerationBody, TokenIds, translated
+from lookahead.serving.answers import Answer, Event
+from lookahead.serving.request_schemas import CompletionBody, DetokenizeBody, TokenIds, TokenizeBody
+from lookahead.serving.requests import Update
 from lookahead.serving.served_models import ServedModel
 
 
-class LlamaBody(GenerationBody):
+def _limit_of(tokens: int | None) -> int | None:
+    return None if tokens == -1 else tokens
+
+
+class LlamaBody(CompletionBody):
     """A request to `/completion`."""
 
-    ignores = GenerationBody.ignores | {"cache_prompt", "id_slot", "n_threads", "samplers", "timings_per_token"}
+    ignores = CompletionBody.ignores | {"cache_prompt", "id_slot", "n_threads", "samplers", "timings_per_token"}
     prompt: str | TokenIds
-    n_predict: int | None = Field(None, ge=-1)
+    max_tokens: Annotated[int | None, AfterValidator(_limit_of)] = Field(
+        None, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens")
+    )
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=10, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
+    )
+    guided_json: dict[str, Any] | str | None = Field(None, validation_alias=AliasChoices("json_schema", "guided_json"))
     n: Literal[1] | None = None
+    echo: Literal[False] = False
+    logprobs: None = None
     prompt_logprobs: None = None
-    repeat_penalty: float | None = Field(None, ge=0.01, le=10)
-    json_schema: dict[str, Any] | None = None
-
-    def completion(self, **fields: Any) -> CompletionBody:
-        """The completion that this request means."""
-        limit = self.max_tokens if self.n_predict in (None, -1) else self.n_predict
-        fields = {"prompt": self.prompt, "max_tokens": limit, "repetition_penalty": self.repeat_penalty, **fields}
-        return translated(CompletionBody, self, guided_json=self.json_schema, **fields)
+    suffix: None = None
 
 
 class InfillBody(LlamaBody):
     """A request to `/infill`."""
 
-    prompt: Literal[""] = ""
-    input_prefix: str
-    input_suffix: str
-
-    def completion(self, **fields: Any) -> CompletionBody:
-        return super().completion(prompt=self.input_prefix, suffix=self.input_suffix)
+    prompt: str = Field(alias="input_prefix")
+    suffix: str = Field(alias="input_suffix")  # type: ignore[assignment]
+    nothing: Literal[""] = Field("", alias="prompt")
 
 
-class LlamaForm(AnswerForm):
-    """An answer.
-
-    Args:
-        answer: That of the completion, before it begins.
-    """
+class LlamaAnswer(Answer):
+    """An answer."""
 
     end = ""
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+    def whole(self) -> Event:
+        return {**next(iter(self.finish())), "content": self.choices[0].text}
 
-    def whole(self, answer: Event) -> Event:
-        return {**next(iter(self.finish())), "content": answer["choices"][0]["text"]}
+    def begin(self) -> Iterable[Event]:
+        return ()
 
-    def add(self, chunk: Event) -> Iterator[Event]:
-        for choice in chunk["choices"]:
-            if choice["text"]:
-                yield {"index": 0, "content": choice["text"], "tokens": [], "stop": False}
+    def add(self, i: int, update: Update) -> Iterator[Event]:
+        for delta in self.choices[i].add(update):
+            yield {"index": 0, "content": delta["content"], "tokens": [], "stop": False}
 
     def finish(self) -> Iterator[Event]:
-        (choice,), usage = self._answer.choices, self._answer.usage()
+        (choice,), usage = self.choices, self.usage()
         ended = "limit" if choice.finish_reason == "length" else "eos" if choice.stop is None else "word"
         yield {
-            "index": 0, "content": "", "tokens": [], "stop": True, "stop_type": ended, "model": self._answer.model,
+            "index": 0, "content": "", "tokens": [], "stop": True, "stop_type": ended, "model": self._model,
             "stopping_word": choice.stop or "", "truncated": False, "tokens_predicted": usage["completion_tokens"],
             "tokens_evaluated": usage["prompt_tokens"], "lookahead": usage["lookahead"],
             "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
         }  # fmt: skip
+
+
+def tokenized(served: ServedModel, body: TokenizeBody) -> Event:
+    """What `/tokenize` answers, as vLLM and llama-server do."""
+    tokens = served.translator.tokens_of(body)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": served.translator.context}
+
+
+def rendered(served: ServedModel, body: TokenizeBody) -> Event:
+    """What `/apply-template` answers."""
+    return {"prompt": served.tokenizer.decode(served.translator.tokens_of(body))}
+
+
+def detokenized(served: ServedModel, body: DetokenizeBody) -> Event:
+    """What `/detokenize` answers."""
+    text = served.translator.text_of(body)
+    return {"prompt": text, "content": text}
 
 
 def props(served: ServedModel) -> dict[str, Any]:

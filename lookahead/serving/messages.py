@@ -1,4 +1,4 @@
-"""The Messages API of Anthropic (`/v1/messages`), translated to chats."""
+"""The Messages API of Anthropic (`/v1/messages`): chats with other names."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import AliasChoices, Field, TypeAdapter, model_validator
 
-from lookahead.serving.answers import Answer
+from lookahead.serving.answers import Event, PartsAnswer
 from lookahead.serving.api_errors import ApiError
-from lookahead.serving.forms import Event, PartsForm
-from lookahead.serving.message_schemas import Content, ImageSource, Message, MessagePart, Parts, text_of
-from lookahead.serving.parsing import Body
-from lookahead.serving.request_schemas import ChatBody, Function, GenerationBody, ResponseFormat, StopText, translated
+from lookahead.serving.message_schemas import Content, FunctionName, ImageSource, Message, MessagePart, Parts, text_of
+from lookahead.serving.parsing import Body, read_as
+from lookahead.serving.request_schemas import (
+    ChatBody,
+    Function,
+    NamedTool,
+    ResponseFormat,
+    Stops,
+    Tool,
+    ToolChoice,
+)
+from lookahead.serving.served_models import ServedModel
 
 _JSON = TypeAdapter[Any](Any)
 _LARGEST = {"Infinity": sys.float_info.max, "-Infinity": -sys.float_info.max}  # for numbers that overflow, as 1e999
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -49,6 +56,9 @@ class BlockMessage(Body):
     content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 
+Blocks = Annotated[list[BlockMessage], Field(min_length=1, fail_fast=True)]
+
+
 class BlockTool(Function):
     """A tool that the model may use."""
 
@@ -72,120 +82,9 @@ class OutputConfig(Body):
     format: ResponseFormat | None = None
 
 
-class CountBody(GenerationBody):
-    """A request to `/v1/messages/count_tokens`."""
-
-    ignores = GenerationBody.ignores | {"cache_control", "thinking"}
-    messages: Annotated[list[BlockMessage], Field(min_length=1, fail_fast=True)]
-    system: Content | None = None
-    tools: Annotated[list[BlockTool], Field(fail_fast=True)] | None = None
-    tool_choice: BlockChoice | None = None
-    stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
-    output_config: OutputConfig | None = None
-    n: Literal[1] | None = None
-    prompt_logprobs: None = None
-    service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
-
-    def chat(self) -> ChatBody:
-        """The chat that this request means."""
-        messages = [Message(role="system", content=text_of(self.system))] if self.system else []
-        messages += [message for each in self.messages for message in _messages_of(each)]
-        fields: dict[str, Any] = {"messages": messages, "stop": self.stop_sequences or self.stop, "service_tier": None}
-        if self.tools:
-            fields["tools"] = [{"type": "function", **tool.model_dump(exclude={"type"})} for tool in self.tools]
-        if self.tool_choice is not None:
-            named = {"type": "function", "name": self.tool_choice.name}
-            fields["tool_choice"] = _CHOICES.get(self.tool_choice.type, named)
-        if self.output_config is not None:
-            effort = self.output_config.effort
-            fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
-            fields["response_format"] = self.output_config.format
-        return translated(ChatBody, self, **fields)
-
-
-class MessagesBody(CountBody):
-    """A request to `/v1/messages`."""
-
-    max_tokens: int = Field(ge=1)
-
-
-class MessagesForm(PartsForm):
-    """An answer; its parts are its blocks.
-
-    Args:
-        answer: The answer of the chat, before it begins.
-    """
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__()
-        self._chat = answer
-        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": answer.model}
-
-    def part(self, call: dict[str, Any] | None) -> dict[str, Any]:
-        if call is None:
-            return {"type": "text", "text": ""}
-        return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": ""}
-
-    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
-        block = self.parts[-1]
-        is_text = block["type"] == "text"
-        block["text" if is_text else "input"] += text
-        delta = {"type": "text_delta", "text": text} if is_text else {"type": "input_json_delta", "partial_json": text}
-        if text:
-            yield self._of_part("delta", delta=delta)
-
-    def begin(self) -> Iterable[Event]:
-        self.usage = self._chat.usage()
-        ended = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-        message: dict[str, Any] = {**self._head, "content": [], **ended}
-        return [{"type": "message_start", "message": message}]
-
-    def open(self) -> Iterable[Event]:
-        block = self.parts[-1]
-        return [self._of_part("start", content_block={**block, **({"input": {}} if "input" in block else {})})]
-
-    def close(self) -> Iterable[Event]:
-        return [self._of_part("stop")] if self.parts else []
-
-    def finish(self) -> Iterator[Event]:
-        yield from self.close()
-        yield {"type": "message_delta", "delta": self._ended(), "usage": self._usage()}
-        yield {"type": "message_stop"}
-
-    def answer(self) -> Event:
-        for block in self.parts:
-            if "input" in block:
-                block["input"] = _object_of(block["input"] or "{}")
-        return {**self._head, "content": self.parts, **self._ended(), "usage": self._usage()}
-
-    def failed(self, error: ApiError) -> Event:
-        return error.body_at("/v1/messages")
-
-    def _ended(self) -> dict[str, Any]:
-        """Why it ended."""
-        stop, reason = self.choice["stop_reason"], self.choice["finish_reason"]
-        is_text = isinstance(stop, str)
-        return {"stop_reason": "stop_sequence" if is_text else _REASONS.get(reason, "end_turn"), "stop_sequence": stop}
-
-    def _usage(self) -> dict[str, Any]:
-        usage = self.usage
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        counts = {"input_tokens": usage["prompt_tokens"] - cached, "output_tokens": usage["completion_tokens"]}
-        kept = {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
-        return {**counts, **kept, "lookahead": usage["lookahead"]}
-
-    def _of_part(self, kind: str, **fields: Any) -> Event:
-        return {"type": f"content_block_{kind}", "index": len(self.parts) - 1, **fields}
-
-
-def _object_of(arguments: str) -> dict[str, Any]:
-    """The arguments of a call, which may be cut; if they are no JSON object, their text as the API's docs wrap it."""
-    try:
-        read = _JSON.validate_json(arguments, experimental_allow_partial="trailing-strings")
-        read = json.loads(json.dumps(read), parse_constant=_LARGEST.get)
-    except ValueError:
-        read = None
-    return read if isinstance(read, dict) else {"INVALID_JSON": arguments}
+def _chat_of(messages: list[BlockMessage]) -> list[Message]:
+    """The messages of the chat."""
+    return [each for message in messages for each in _messages_of(message)]
 
 
 def _messages_of(message: BlockMessage) -> list[Message]:
@@ -212,3 +111,121 @@ def _messages_of(message: BlockMessage) -> list[Message]:
         own.reasoning_content = "".join(thoughts) or None
         made.append(own)
     return made
+
+
+def _tool_of(tool: BlockTool) -> Tool:
+    return Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
+
+
+def _choice_of(choice: BlockChoice) -> ToolChoice:
+    if choice.type == "tool":
+        return NamedTool(type="function", function=FunctionName(name=choice.name or ""))
+    return "required" if choice.type == "any" else choice.type
+
+
+class CountBody(ChatBody):
+    """A request to `/v1/messages/count_tokens`."""
+
+    ignores = ChatBody.ignores | {"cache_control", "thinking"}
+    messages: Annotated[list[Message], read_as(Blocks, _chat_of)]
+    system: Content | None = None
+    tools: Annotated[list[Annotated[Tool, read_as(BlockTool, _tool_of)]], Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[ToolChoice, read_as(BlockChoice, _choice_of)] | None = None
+    stop: Stops = Field(None, validation_alias=AliasChoices("stop_sequences", "stop"))
+    output_config: OutputConfig | None = None
+    n: Literal[1] | None = None
+    prompt_logprobs: None = None
+    service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
+
+    @model_validator(mode="after")
+    def _as_chat(self) -> CountBody:
+        if self.system:
+            self.messages.insert(0, Message(role="system", content=text_of(self.system)))
+        if self.output_config is not None:
+            effort = self.output_config.effort
+            self.reasoning_effort = "xhigh" if effort == "max" else effort
+            self.response_format = self.output_config.format
+        return self
+
+
+class MessagesBody(CountBody):
+    """A request to `/v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+
+
+def counted(served: ServedModel, body: CountBody) -> Event:
+    """What `/v1/messages/count_tokens` answers."""
+    return {"input_tokens": len(served.translator.tokens_of(body))}
+
+
+class MessagesAnswer(PartsAnswer):
+    """An answer; its parts are its blocks."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": self._model}
+
+    def part(self, call: dict[str, Any] | None) -> dict[str, Any]:
+        if call is None:
+            return {"type": "text", "text": ""}
+        return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": ""}
+
+    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
+        block = self.parts[-1]
+        is_text = block["type"] == "text"
+        block["text" if is_text else "input"] += text
+        delta = {"type": "text_delta", "text": text} if is_text else {"type": "input_json_delta", "partial_json": text}
+        if text:
+            yield self._of_part("delta", delta=delta)
+
+    def begin(self) -> Iterable[Event]:
+        ended: Event = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._counts()}
+        return [{"type": "message_start", "message": {**self._head, **ended}}]
+
+    def open(self) -> Iterable[Event]:
+        block = self.parts[-1]
+        return [self._of_part("start", content_block={**block, **({"input": {}} if "input" in block else {})})]
+
+    def close(self) -> Iterator[Event]:
+        if self.parts:
+            yield self._of_part("stop")
+
+    def finish(self) -> Iterator[Event]:
+        yield from self.close()
+        yield {"type": "message_delta", "delta": self._ended(), "usage": self._counts()}
+        yield {"type": "message_stop"}
+
+    def answer(self) -> Event:
+        for block in self.parts:
+            if "input" in block:
+                block["input"] = _object_of(block["input"] or "{}")
+        return {**self._head, "content": self.parts, **self._ended(), "usage": self._counts()}
+
+    def failed(self, error: ApiError) -> Event:
+        return error.body_at("/v1/messages")
+
+    def _ended(self) -> dict[str, Any]:
+        """Why it ended."""
+        stop, reason = self.choices[0].stop, self.choices[0].finish_reason or ""
+        return {"stop_reason": "stop_sequence" if stop else _REASONS.get(reason, "end_turn"), "stop_sequence": stop}
+
+    def _counts(self) -> dict[str, Any]:
+        usage = self.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        counts = {"input_tokens": usage["prompt_tokens"] - cached, "output_tokens": usage["completion_tokens"]}
+        kept = {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+        return {**counts, **kept, "lookahead": usage["lookahead"]}
+
+    def _of_part(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"content_block_{kind}", "index": len(self.parts) - 1, **fields}
+
+
+def _object_of(arguments: str) -> dict[str, Any]:
+    """The arguments of a call, which may be cut; if they are no JSON object, their text as the API's docs wrap it."""
+    try:
+        read = _JSON.validate_json(arguments, experimental_allow_partial="trailing-strings")
+        read = json.loads(json.dumps(read), parse_constant=_LARGEST.get)
+    except ValueError:
+        read = None
+    return read if isinstance(read, dict) else {"INVALID_JSON": arguments}

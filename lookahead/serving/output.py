@@ -40,6 +40,10 @@ class Output:
         self._hidden_ends = frozenset(asked.hidden_ends)
         self._pieces, self._on_update = TextPieces(tokenizer), on_update
 
+    def cancel(self) -> None:
+        """End it soon; its last update says `"cancelled"`, unless it has ended."""
+        self.request.is_cancelled = True
+
     def tell(self) -> None:
         """Send what the last step wrote, or that the output was cancelled."""
         request, self.has_begun = self.request, True

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    GetPydanticSchema,
+    ValidationError,
+    model_validator,
+)
 
 from lookahead.serving.api_errors import ApiError, invalid
 
@@ -53,6 +61,11 @@ class Body(BaseModel):
             if getattr(self, name) is None:
                 raise ValueError(f"a {kind} needs {name}")
         return self
+
+
+def read_as(kind: Any, translate: Callable[[Any], Any]) -> GetPydanticSchema:
+    """Marks a field whose value clients send as another kind, which is translated."""
+    return GetPydanticSchema(lambda _, handler: handler(Annotated[kind, AfterValidator(translate)]))
 
 
 def parsed(kind: type[Any], body: bytes | dict[str, Any]) -> Any:
@@ -130,7 +143,9 @@ def _field_names() -> frozenset[str]:
 
 @functools.cache
 def _names_of(kind: type[Body]) -> frozenset[str]:
-    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+    aliases = [field.validation_alias or name for name, field in kind.model_fields.items()]
+    choices = [alias.choices if isinstance(alias, AliasChoices) else [alias] for alias in aliases]
+    return frozenset(str(name) for names in choices for name in names)
 
 
 def shortened(value: object) -> str:

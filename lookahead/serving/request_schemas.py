@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -14,9 +14,8 @@ from pydantic import (
 )
 
 from lookahead.serving.message_schemas import Content, FunctionName, Message, Text
-from lookahead.serving.parsing import Body, parsed
+from lookahead.serving.parsing import Body
 
-T = TypeVar("T")
 MAX_CHOICES = 128
 _MOST_ENTRIES = 1024
 _LEAST_TEMPERATURE = 1e-6  # smaller ones make scores overflow
@@ -41,6 +40,7 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 OptionalText = Annotated[str, StringConstraints(max_length=200)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Stops = OptionalText | Annotated[list[StopText], Field(max_length=16)] | None
 Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -134,7 +134,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     logit_bias: Biases | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: OptionalText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: Stops = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0)
@@ -254,19 +254,20 @@ class TokenizeBody(Body):
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     add_special_tokens: bool = True
 
+    @model_validator(mode="after")
+    def _has_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("one of prompt and messages is needed")
+        return self
+
+    @property
+    def prompts(self) -> list[str]:
+        """The text, if it is one."""
+        return [] if self.prompt is None else [self.prompt]
+
 
 class DetokenizeBody(Body):
     """A request to `/detokenize`."""
 
     model: str | None = None
     tokens: TokenIds
-
-
-def translated(kind: type[T], body: GenerationBody, **fields: Any) -> T:
-    """A request of the OpenAI API with the common options of one of another API, and other fields; None leaves out."""
-    common = {name: getattr(body, name) for name in GenerationBody.model_fields} | fields
-    options = {"include_usage": True} if body.stream else None
-    made: T = parsed(
-        kind, {name: each for name, each in common.items() if each is not None} | {"stream_options": options}
-    )
-    return made

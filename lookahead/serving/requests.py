@@ -6,21 +6,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lookahead.errors import LookaheadError
 from lookahead.stats import DecodingStats
 
 EndReason = Literal["stop", "length", "criteria", "cancelled"]
 OnUpdate = Callable[["Update"], None]
-
-
-class QueueFullError(LookaheadError):
-    """The queue is full; `retry_after_s` is the time to retry after."""
-
-    retry_after_s = 1
-
-
-class LoopClosedError(LookaheadError):
-    """The decoding loop was closed and takes no more requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +19,10 @@ class GenerationRequest:
     Attributes:
         ids: Token ids of the prompt.
         inputs: All inputs of the model for a prompt with images or sounds, as its processor returns them.
-        options: Options of `model.generate`, such as `max_new_tokens`, `do_sample` or `stop_strings`.
+        options: Options of `lookahead.generate`, such as `max_new_tokens`, `do_sample` or `regex`.
         choices: Number of outputs.
         seed: Seed of the draws of the first output; each further one has the next number. None for random ones.
         prediction: The expected output, as in `lookahead.generate`.
-        json_schema: A JSON schema that the output follows.
-        regex: A regular expression that it matches, instead of a schema.
-        grammar: A grammar that it follows, instead of a schema.
         top_logprobs: Number of most likely tokens to report for every token; None reports no log-probabilities.
         drafts: Whether its tokens are drafted.
         hidden_ends: End-of-sequence tokens that are not part of the text, besides special tokens.
@@ -50,9 +36,6 @@ class GenerationRequest:
     choices: int = 1
     seed: int | None = None
     prediction: Any = None
-    json_schema: Any = None
-    regex: str | None = None
-    grammar: str | None = None
     top_logprobs: int | None = None
     drafts: bool = True
     hidden_ends: Collection[int] = ()
@@ -96,14 +79,3 @@ class Update:
     def is_last(self) -> bool:
         """Whether this is the last update."""
         return self.end is not None or self.error is not None
-
-
-class Ticket:
-    """A handle of a submitted request."""
-
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
-
-    def cancel(self) -> None:
-        """End the output soon; the last update says `"cancelled"`, unless it has ended."""
-        self._cancel()

@@ -1,4 +1,4 @@
-"""The Responses API of OpenAI (`/v1/responses`), translated to chats."""
+"""The Responses API of OpenAI (`/v1/responses`): chats with other names."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from lookahead.serving.answers import Event, PartsAnswer
 from lookahead.serving.api_errors import ApiError, invalid
-from lookahead.serving.forms import Event, PartsForm
 from lookahead.serving.message_schemas import Message, Parts, TextPart, text_of
-from lookahead.serving.parsing import Body
-from lookahead.serving.request_schemas import (
-    ChatBody,
-    Effort,
-    GenerationBody,
-    Metadata,
-    NamedTool,
-    ResponseFormat,
-    Tool,
-    ToolChoice,
-    Verbosity,
-    translated,
-)
+from lookahead.serving.parsing import Body, read_as
+from lookahead.serving.request_schemas import ChatBody, Effort, Metadata, NamedTool, ResponseFormat, Verbosity
 
 Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 _MOST_KEPT, _MOST_BYTES = 1000, 64 << 20
-_ECHOED = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning"}
+_ECHOED = {
+    "instructions",
+    "max_completion_tokens",
+    "metadata",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "reasoning",
+}
 _ECHOED |= {"store", "temperature", "text", "tool_choice", "tools", "top_p"}
 
 
@@ -66,73 +62,76 @@ class TextOptions(Body):
     verbosity: Verbosity | None = None
 
 
-class ResponsesBody(GenerationBody):
+def _messages_of(items: str | list[InputItem]) -> list[Message]:
+    """The input as messages; calls belong to the message of the assistant before them."""
+    messages, reasoning = list[Message](), ""
+    for item in [InputItem(role="user", content=items)] if isinstance(items, str) else items:
+        if item.type == "reasoning":
+            reasoning = "".join(part.text for part in item.summary or ()) or text_of(item.content)
+        elif item.type == "function_call_output":
+            messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
+        elif item.type == "message":
+            messages.append(Message(role=item.role or "user", content=item.content))
+        else:
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message(role="assistant"))
+            calls = messages[-1].tool_calls = messages[-1].tool_calls or []
+            calls.append(_call_of(item.model_dump()))
+        if reasoning and messages and messages[-1].role == "assistant":
+            messages[-1].reasoning_content, reasoning = reasoning, ""
+    return messages
+
+
+Items = str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+
+
+class ResponsesBody(ChatBody):
     """A request to `/v1/responses`."""
 
-    ignores = GenerationBody.ignores | {"parallel_tool_calls"}
-    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], read_as(Items, _messages_of)] = Field(alias="input")
+    max_completion_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
     max_tokens: None = None
     prompt_logprobs: None = None
     n: Literal[1] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     metadata: Metadata | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
 
-    def chat(self, earlier: Sequence[Message]) -> ChatBody:
-        """The chat that this request means, after earlier messages."""
-        messages = [Message(role="system", content=self.instructions)] if self.instructions else []
-        fields: dict[str, Any] = {"messages": [*messages, *earlier, *self._messages()], "tools": self.tools}
-        fields |= {"max_completion_tokens": self.max_output_tokens, "tool_choice": self.tool_choice}
+    @model_validator(mode="after")
+    def _as_chat(self) -> ResponsesBody:
         if self.text is not None:
-            fields |= {"verbosity": self.text.verbosity, "response_format": self.text.format}
+            self.verbosity, self.response_format = self.text.verbosity, self.text.format
         if self.reasoning is not None:
-            fields["reasoning_effort"] = self.reasoning.effort
+            self.reasoning_effort = self.reasoning.effort
         if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
-            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        return translated(ChatBody, self, **fields)
+            self.logprobs = True
+        return self
 
-    def _messages(self) -> list[Message]:
-        """The input as messages; calls belong to the message of the assistant before them."""
-        items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        messages, reasoning = list[Message](), ""
-        for item in items:
-            if item.type == "reasoning":
-                reasoning = "".join(part.text for part in item.summary or ()) or text_of(item.content)
-            elif item.type == "function_call_output":
-                messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
-            elif item.type == "message":
-                messages.append(Message(role=item.role or "user", content=item.content))
-            else:
-                if not messages or messages[-1].role != "assistant":
-                    messages.append(Message(role="assistant"))
-                calls = messages[-1].tool_calls = messages[-1].tool_calls or []
-                calls.append(_call_of(item.model_dump()))
-            if reasoning and messages and messages[-1].role == "assistant":
-                messages[-1].reasoning_content, reasoning = reasoning, ""
+    def follow(self, earlier: Sequence[Message]) -> list[Message]:
+        """Put earlier messages before its own, and its instructions before all; returns those without instructions."""
+        messages = [*earlier, *self.messages]
+        system = [Message(role="system", content=self.instructions)] if self.instructions else []
+        self.messages = [*system, *messages]
         return messages
 
 
-class ResponsesForm(PartsForm):
+class ResponsesAnswer(PartsAnswer):
     """A response; its parts are its items.
 
     Args:
-        body: The request.
-        model: The model's name.
         keep: Called with the response's id and the model's message, for requests that follow.
+        body: The request.
+        arguments: As for other answers.
     """
 
-    def __init__(self, body: ResponsesBody, model: str, keep: Callable[[str, Message], None]) -> None:
-        super().__init__()
+    def __init__(self, keep: Callable[[str, Message], None], body: ResponsesBody, *arguments: Any) -> None:
+        super().__init__(body, *arguments)
         echoed = body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True)
         if body.tools:
             echoed["tools"] = [{"type": tool.type, **tool.function.model_dump()} for tool in body.tools]
@@ -143,8 +142,8 @@ class ResponsesForm(PartsForm):
         if isinstance(body.tool_choice, NamedTool):
             echoed["tool_choice"] = {"type": "function", "name": body.tool_choice.function.name}
         self._id, self._keep, self._numbers = f"resp_{uuid.uuid4().hex}", keep, itertools.count()
-        self._head: dict[str, Any] = {
-            "id": self._id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
+        self._head = {
+            "id": self._id, "object": "response", "created_at": int(time.time()), "model": self._model, "error": None,
             "incomplete_details": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True,
             "temperature": None, "tool_choice": "auto", "tools": [], "top_p": None, "truncation": "disabled",
             "usage": None, **echoed,
@@ -183,8 +182,6 @@ class ResponsesForm(PartsForm):
         if not self.parts:
             return
         item = self.parts[-1]
-        if self.choice.get("finish_reason") == "length":
-            item["status"] = "incomplete"
         if item["type"] == "message":
             (part,) = item["content"]
             yield self._of_part("output_text.done", text=part["text"], logprobs=part["logprobs"])
@@ -195,8 +192,8 @@ class ResponsesForm(PartsForm):
         yield self._event("output_item.done", output_index=len(self.parts) - 1, item=item)
 
     def finish(self) -> Iterator[Event]:
-        yield from self.close()
         response = self.answer()
+        yield from self.close()
         yield self._event(response["status"], response=response)
 
     def answer(self) -> Event:
@@ -204,10 +201,12 @@ class ResponsesForm(PartsForm):
         calls = [_call_of(item) for item in self.parts if item["type"] == "function_call"]
         if self._head.get("store", True):
             self._keep(self._id, Message(role="assistant", content=text, tool_calls=calls or None))
-        is_cut, usage = self.choice["finish_reason"] == "length", self.usage
-        state: dict[str, Any] = {"status": "incomplete" if is_cut else "completed", "output": self.parts}
+        is_cut, usage = self.choices[0].finish_reason == "length", self.usage()
+        state: Event = {"status": "incomplete" if is_cut else "completed", "output": self.parts}
         if is_cut:
             state["incomplete_details"] = {"reason": "max_output_tokens"}
+            for item in self.parts[-1:]:
+                item["status"] = "incomplete"
         state["usage"] = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -248,8 +247,10 @@ class KeptMessages:
         while len(self._kept) > _MOST_KEPT or self._bytes > _MOST_BYTES:
             self._bytes -= self._kept.popitem(last=False)[1][1]
 
-    def get(self, owner: str, name: str) -> list[Message]:
-        """The messages of a response to the same client; ApiError if they are not kept."""
+    def get(self, owner: str, name: str | None) -> list[Message]:
+        """The messages of a response to the same client, none without a name; ApiError if they are not kept."""
+        if name is None:
+            return []
         if (owner, name) not in self._kept:
             raise invalid("previous_response_id", f"must be that of a response that is kept, got {name[:100]!r}")
         return self._kept[owner, name][0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,32 +25,31 @@ class TimedWorkers:
 
     Args:
         tasks: Maximum concurrent tasks.
+        limit_s: Maximum seconds of a task.
     """
 
-    def __init__(self, tasks: int) -> None:
-        self._free = tasks
+    def __init__(self, tasks: int, limit_s: float = math.inf) -> None:
+        self._free, self._limit_s = tasks, limit_s
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
         self._idle: list[TaskThread] = []
 
-    async def run(
-        self, task: Callable[[], T], limit_s: float, *, client: str = "", wait_s: float = 600.0, interrupts: bool = True
-    ) -> T:
-        """Run a task for at most `limit_s` seconds and return its result.
+    async def run(self, task: Callable[[], T], deadline: float, client: str = "", *, interrupts: bool = True) -> T:
+        """Run a task once a thread is free, and return its result.
 
         Args:
             task: The task.
-            limit_s: Maximum seconds of the task.
+            deadline: When it must be done, as `time.monotonic` counts.
             client: Whose task it is.
-            wait_s: Maximum seconds until a thread is free.
             interrupts: Whether to interrupt a task that nobody waits for any more; otherwise it ends by itself.
 
         Raises:
             ApiError: The task took longer, or waited longer.
         """
         try:
-            await asyncio.wait_for(self._enter(client), wait_s)
+            await asyncio.wait_for(self._enter(client), left(deadline))
         except (asyncio.TimeoutError, TimeoutError):
             raise ApiError(503, "earlier requests still take too long to read") from None
+        limit_s = min(self._limit_s, left(deadline))
         thread, event_loop = self._idle.pop() if self._idle else TaskThread("lookahead-requests"), _loop()
         future = thread.begin(task)
 
@@ -97,6 +98,11 @@ class TimedWorkers:
                 turn.set_result(None)
                 return
         self._free += 1
+
+
+def left(deadline: float) -> float:
+    """Seconds left."""
+    return max(0.0, deadline - time.monotonic())
 
 
 def _loop() -> asyncio.AbstractEventLoop:

@@ -24,9 +24,10 @@ from lookahead.errors import (
 )
 from lookahead.model.facts import context_limit
 from lookahead.model.model_kind import kind_of
-from lookahead.serving.api_errors import ApiError, invalid, shutting_down
+from lookahead.serving.api_errors import ApiError, invalid
 from lookahead.serving.media import MediaReader
 from lookahead.serving.message_schemas import Message, size_of, text_of
+from lookahead.serving.parsing import Body
 from lookahead.serving.plain_text import PlainText
 from lookahead.serving.request_schemas import (
     ChatBody,
@@ -37,7 +38,7 @@ from lookahead.serving.request_schemas import (
     TokenizeBody,
     Tool,
 )
-from lookahead.serving.requests import GenerationRequest, LoopClosedError, QueueFullError
+from lookahead.serving.requests import GenerationRequest
 from lookahead.serving.tool_calls import schema_of_call
 from lookahead.verification.stopping import end_tokens
 
@@ -103,34 +104,28 @@ class Translator:
         is_of_bytes = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
         self._longest = max(map(len if is_of_bytes else size_of, tokenizer.get_vocab()), default=1)
 
-    def check(self, body: ChatBody | CompletionBody | TokenizeBody | DetokenizeBody) -> None:
+    def check(self, body: Body) -> None:
         """Refuse what can never be served, by counting: nothing is tokenized.
 
         A text has at least its bytes divided by those of the longest token as tokens.
         """
-        if isinstance(body, DetokenizeBody):
-            return
-        if isinstance(body, TokenizeBody):
-            prompts: list[Any] = [body.prompt or ""]
-        else:
-            prompts = [] if isinstance(body, ChatBody) else body.prompts
-            outputs = body.choices * (1 if isinstance(body, ChatBody) else len(prompts))
-            if self._most_outputs is not None and outputs > self._most_outputs:
-                raise invalid("n", f"the server takes at most {self._most_outputs} outputs at once, got {outputs}")
-        if self._limit is None or (not isinstance(body, TokenizeBody) and body.truncate_prompt_tokens):
-            return
-        sizes = [("prompt", self._least(prompt) if isinstance(prompt, str) else len(prompt)) for prompt in prompts]
-        messages = () if isinstance(body, CompletionBody) else body.messages or ()
-        sizes.append(("messages", -(-sum(message.size for message in messages) // self._longest)))
-        for field, tokens in sizes:
-            if tokens > self._limit:
+        prompts, messages = getattr(body, "prompts", ()), getattr(body, "messages", None) or ()
+        if isinstance(body, GenerationBody):
+            outputs, most = body.choices * max(1, len(prompts)), self._most_outputs
+            if most is not None and outputs > most:
+                raise invalid("n", f"the server takes at most {most} outputs at once, got {outputs}")
+            if body.truncate_prompt_tokens:
+                return
+        counts = [("prompt", self._least(size_of(each)) if isinstance(each, str) else len(each)) for each in prompts]
+        for field, tokens in [*counts, ("messages", self._least(sum(message.size for message in messages)))]:
+            if self._limit is not None and tokens > self._limit:
                 raise _too_long(
                     field, f"the prompt has at least {tokens} tokens, and the model's context {self._limit}"
                 )
 
-    def _least(self, text: str) -> int:
-        """The fewest tokens that a text may have."""
-        return -(-size_of(text) // self._longest)
+    def _least(self, size: int) -> int:
+        """The fewest tokens that a text of some bytes may have."""
+        return -(-size // self._longest)
 
     def of_chat(self, body: ChatBody) -> list[GenerationRequest]:
         """The request of a chat."""
@@ -180,11 +175,9 @@ class Translator:
         """The token ids of a text or a chat."""
         if isinstance(body, ChatBody):
             return self.of_chat(body)[0].ids
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("prompt", "one of prompt and messages is needed")
         if body.messages is not None:
             return self._render(body.messages)[0]
-        return self._read(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        return self._read(body.prompt, add_special_tokens=body.add_special_tokens)
 
     def text_of(self, body: DetokenizeBody) -> str:
         """The text of token ids."""
@@ -289,10 +282,10 @@ class Translator:
             penalties = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
             options["logits_processor"] = [CountPenalties(len(ids), *penalties)]
         return GenerationRequest(
-            ids=ids, inputs=inputs or {}, options=options, choices=body.choices, seed=body.seed,
+            ids=ids, inputs=inputs or {}, options=options | _grammar_of(body), choices=body.choices, seed=body.seed,
             prediction=self._prediction(body, most),
             top_logprobs=logprobs, drafts=body.lookahead is None or body.lookahead.draft,
-            hidden_ends=() if body.include_stop_str_in_output else body.stop_token_ids or (), **_grammar_of(body),
+            hidden_ends=() if body.include_stop_str_in_output else body.stop_token_ids or (),
         )  # fmt: skip
 
     def _new_tokens(self, ids: list[int], most: int | None, name: str) -> int:
@@ -314,11 +307,7 @@ class Translator:
 
 
 def as_api_error(error: BaseException) -> ApiError | None:
-    """The response to an error caused by a request or a server that takes no more, or None for other errors."""
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after_s)})
-    if isinstance(error, LoopClosedError):
-        return shutting_down()
+    """The response to an error caused by a request, or None for other errors."""
     is_of_grammar = isinstance(error, LogitsError) and "grammar" in str(error)
     if is_of_grammar or isinstance(error, ConfigError | DocumentError | PromptError | UnsupportedModelError):
         return invalid(None, str(error))
@@ -326,7 +315,7 @@ def as_api_error(error: BaseException) -> ApiError | None:
 
 
 def _grammar_of(body: GenerationBody) -> dict[str, Any]:
-    """The form that the output must have, as one of the fields of a `GenerationRequest`."""
+    """The form that the output must have, as an option of `generate`."""
     form, outputs = body.response_format, body.structured_outputs or StructuredOutputs.model_construct()
     schema, tools = None, body.forced_tools if isinstance(body, ChatBody) else None
     if form is not None and form.type == "json_schema":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
@@ -18,18 +17,18 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 import lookahead
+from lookahead.serving import llama_server
+from lookahead.serving.answers import Answer
 from lookahead.serving.api_errors import ApiError
-from lookahead.serving.forms import AnswerForm, FunctionForm
-from lookahead.serving.llama_server import InfillBody, LlamaBody, LlamaForm, props, slots
-from lookahead.serving.messages import CountBody, MessagesBody, MessagesForm
+from lookahead.serving.messages import CountBody, MessagesAnswer, MessagesBody, counted
 from lookahead.serving.request_schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from lookahead.serving.responses import KeptMessages, ResponsesBody, ResponsesForm
+from lookahead.serving.responses import KeptMessages, ResponsesAnswer, ResponsesBody
 from lookahead.serving.safety import Guard
 from lookahead.serving.served_models import ServedModel, ServedModels
-from lookahead.serving.service import Service, Turn, unless_left
+from lookahead.serving.service import MakeAnswer, Service, Turn, unless_left
+from lookahead.serving.speech import MOST_FIELDS
 
 Handler = Callable[[Request, Any], Awaitable[Response]]
-MakeForm = Callable[[Turn], AnswerForm]
 _LEFT = 499  # the status of a request whose client is gone, for the metrics
 
 
@@ -71,94 +70,69 @@ def make_app(
     app = FastAPI(title="lookahead", version=lookahead.__version__, docs_url=None, redoc_url=None)
     service, kept = Service(models, timeout_s), KeptMessages()
 
-    async def answer(request: Request, body: Any, form: MakeForm = lambda turn: AnswerForm()) -> Response:
+    async def answer(request: Request, body: Any, make: MakeAnswer = Answer) -> Response:
         client, owner = request.state.client, request.state.owner
         salt = owner if body.cache_salt is None else f"{owner}\n{body.cache_salt}"
-        turn = await unless_left(request, service.begin(body, client, salt))
-        if body.stream:
-            return _Stream(turn, service.stream(turn, form(turn)))
-        return await service.whole(turn, request, form(turn))
+        turn = await service.begin(body, make, client, salt)
+        return _Stream(turn, service.stream(turn)) if body.stream else await service.whole(turn)
 
-    def post(path: str, kind: type[Any]) -> Callable[[Handler], Handler]:
+    def post(path: str, kind: type[Any], handler: Handler) -> None:
         """A path for bodies of a kind."""
         schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        kinds.append((kind, "validation"))
 
-        def decorate(handler: Handler) -> Handler:
-            @app.post(path, name=kind.__name__, openapi_extra={"requestBody": body})
-            async def handle(request: Request) -> Response:
-                return await handler(request, await service.body(request, kind))
+        @app.post(path, name=kind.__name__, openapi_extra={"requestBody": body})
+        async def handle(request: Request) -> Response:
+            sent = await service.arrived(request.body())
 
-            kinds.append((kind, "validation"))
-            return handler
+            async def respond() -> Response:
+                return await handler(request, await service.parse(kind, sent, request.state.client))
 
-        return decorate
+            return await unless_left(request, respond())
+
+    def told(read: Callable[[ServedModel, Any], Any]) -> Handler:
+        """A path that answers with what is read of the model and the body."""
+
+        async def handle(request: Request, body: Any) -> Response:
+            return JSONResponse(await service.read(body, request.state.client, lambda served: read(served, body)))
+
+        return handle
+
+    async def respond(request: Request, body: ResponsesBody) -> Response:
+        owner = request.state.owner
+        messages = body.follow(kept.get(owner, body.previous_response_id))
+        return await answer(request, body, partial(ResponsesAnswer, partial(kept.put, owner, messages)))
+
+    async def hear(request: Request) -> Response:
+        form = await service.arrived(request.form(max_files=1, max_fields=MOST_FIELDS))
+        try:
+            task = "translate" if request.url.path.endswith("translations") else "transcribe"
+            return await unless_left(request, service.hear(form, task, request.state.client))
+        finally:
+            await form.close()
 
     kinds = list[tuple[Any, Any]]()
-    post("/v1/completions", CompletionBody)(answer)
-
-    @post("/v1/chat/completions", ChatBody)
-    async def chat(request: Request, body: ChatBody) -> Response:
-        return await answer(request, body, lambda turn: FunctionForm() if body.functions else AnswerForm())
-
-    @post("/v1/responses", ResponsesBody)
-    async def responses(request: Request, body: ResponsesBody) -> Response:
-        owner = request.state.owner
-        earlier = kept.get(owner, body.previous_response_id) if body.previous_response_id else []
-        chat = await service.parse(request, lambda: body.chat(earlier))
-        keep = partial(kept.put, owner, chat.messages[bool(body.instructions) :])
-        return await answer(request, chat, lambda turn: ResponsesForm(body, turn.answer.model, keep))
-
-    @post("/v1/messages", MessagesBody)
-    async def messages(request: Request, body: MessagesBody) -> Response:
-        return await answer(request, await service.parse(request, body.chat), lambda turn: MessagesForm(turn.answer))
-
-    @post("/v1/messages/count_tokens", CountBody)
-    async def count_tokens(request: Request, body: CountBody) -> Response:
-        chat = await service.parse(request, body.chat)
-        tokens = await service.read(request, chat, lambda served: served.translator.tokens_of(chat))
-        return JSONResponse({"input_tokens": len(tokens)})
-
-    @post("/completion", LlamaBody)
-    @post("/infill", InfillBody)
-    async def llama(request: Request, body: LlamaBody) -> Response:
-        return await answer(request, body.completion(), lambda turn: LlamaForm(turn.answer))
-
-    @post("/tokenize", TokenizeBody)
-    async def tokenize(request: Request, body: TokenizeBody) -> Response:
-        def told(served: ServedModel) -> dict[str, Any]:
-            tokens = served.translator.tokens_of(body)
-            return {"tokens": tokens, "count": len(tokens), "max_model_len": served.translator.context}
-
-        return JSONResponse(await service.read(request, body, told))
-
-    @post("/apply-template", TokenizeBody)
-    async def template(request: Request, body: TokenizeBody) -> Response:
-        def told(served: ServedModel) -> str:
-            return str(served.tokenizer.decode(served.translator.tokens_of(body)))
-
-        return JSONResponse({"prompt": await service.read(request, body, told)})
-
-    @post("/detokenize", DetokenizeBody)
-    async def detokenize(request: Request, body: DetokenizeBody) -> Response:
-        text = await service.read(request, body, lambda served: served.translator.text_of(body))
-        return JSONResponse({"prompt": text, "content": text})
-
-    @app.post("/v1/audio/transcriptions")
-    async def transcriptions(request: Request) -> Response:
-        return await service.hear(request, "transcribe")
-
-    @app.post("/v1/audio/translations")
-    async def translations(request: Request) -> Response:
-        return await service.hear(request, "translate")
+    post("/v1/completions", CompletionBody, answer)
+    post("/v1/chat/completions", ChatBody, answer)
+    post("/v1/responses", ResponsesBody, respond)
+    post("/v1/messages", MessagesBody, partial(answer, make=MessagesAnswer))
+    post("/v1/messages/count_tokens", CountBody, told(counted))
+    post("/completion", llama_server.LlamaBody, partial(answer, make=llama_server.LlamaAnswer))
+    post("/infill", llama_server.InfillBody, partial(answer, make=llama_server.LlamaAnswer))
+    post("/tokenize", TokenizeBody, told(llama_server.tokenized))
+    post("/apply-template", TokenizeBody, told(llama_server.rendered))
+    post("/detokenize", DetokenizeBody, told(llama_server.detokenized))
+    app.post("/v1/audio/transcriptions")(hear)
+    app.post("/v1/audio/translations")(hear)
 
     @app.get("/props")
     async def properties() -> Response:
-        return JSONResponse(props(await service.model(None, time.monotonic() + timeout_s)))
+        return JSONResponse(llama_server.props(await service.model(None, service.deadline())))
 
     @app.get("/slots")
     async def rows() -> Response:
-        return JSONResponse(slots(await service.model(None, time.monotonic() + timeout_s)))
+        return JSONResponse(llama_server.slots(await service.model(None, service.deadline())))
 
     @app.get("/v1/models")
     async def listed() -> Response:
