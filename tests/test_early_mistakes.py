@@ -44,6 +44,11 @@ EARLY = [
     (["pool", "info", "a.txt"], "a.txt: not a pool file"),
     (["memory", "info", "a.txt"], "a.txt: not a memory file"),
     (["doctor", "--dtype", "x"], "dtype must be"),
+    (["generate", "hi", "-m", "speech"], "model 'speech' reads sound: 'lookahead transcribe' transcribes it"),
+    (["summarize", "a.txt", "-m", "speech"], "model 'speech' reads sound: 'lookahead transcribe' transcribes it"),
+    (["transcribe", "a.txt", "-m", "./text"], "model './text' reads text: 'lookahead generate' answers a prompt with"),
+    (["transcribe", "-", "-m", "speech"], "-: no such file; sounds are named by files and folders, not by URLs"),
+    (["transcribe", "http://a/b.wav", "-m", "speech"], "b.wav: no such file; sounds are named by files and folders"),
     (["pick-draft"], "pick-draft was removed"),
 ]
 
@@ -64,6 +69,10 @@ with socket.create_server(("localhost", 0)) as taken:
 def test_mistakes_that_need_no_model_are_told_before_torch_is_imported(tmp_path):
     (tmp_path / "a.txt").write_text("A text.")
     (tmp_path / "bad.json").write_text("{bad")
+    configs = {"speech": {"model_type": "whisper"}, "text": {"architectures": ["LlamaForCausalLM"]}}
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "type.json").write_text('{"type": 5}')
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300", "TERM": "dumb"}
     pipes = {"input": json.dumps(EARLY), "capture_output": True, "text": True, "timeout": 120}

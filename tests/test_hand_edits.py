@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from codecs import BOM_UTF8
 from collections.abc import Callable
 from pathlib import Path
@@ -43,8 +44,8 @@ def lines(content: bytes) -> list[bytes]:
 @pytest.mark.parametrize(
     ("edit", "note"),
     [
-        (lambda whole: whole + lines(whole)[0], "left out 1 line: the same documents have one more line there"),
-        (lambda whole: whole + whole, "left out 3 lines: the same documents have one more line there"),
+        (lambda whole: whole + lines(whole)[0], "left out 1 duplicate line"),
+        (lambda whole: whole + whole, "left out 3 duplicate lines"),
         (lambda whole: BOM_UTF8 + whole, "removed the byte order mark that an editor wrote before the first line"),
         (lambda whole: whole + b"\n", "cut off its last line, which was blank (1 bytes)"),
         (lambda whole: whole[:-1], None),
@@ -81,3 +82,19 @@ def test_a_last_line_that_is_cut_within_is_done_again(whole: bytes) -> None:
     totals = run("abc")
     assert (totals.earlier, totals.summarized) == (2, 1) and OUT.read_bytes() == whole
     assert "which was torn" in totals.notes[0]
+
+
+def test_a_line_whose_summary_was_removed_is_refused(whole: bytes) -> None:
+    first, *rest = lines(whole)
+    record = json.loads(first)
+    for edited in (record | {"summary": None}, {name: value for name, value in record.items() if name != "summary"}):
+        OUT.write_bytes(b"".join([json.dumps(edited).encode(), b"\n", *rest]))
+        with pytest.raises(ConfigError, match=r"out\.jsonl:1: .* it has no summary; remove the line"):
+            run("abc")
+
+
+def test_a_line_in_another_encoding_is_refused_with_the_place_of_its_first_byte(whole: bytes) -> None:
+    first, *rest = lines(whole)
+    OUT.write_bytes(b"".join([first, first.replace(b"some-model", b"m\xe9"), *rest]))
+    with pytest.raises(ConfigError, match=r"out\.jsonl:2: .* it is not UTF-8 text, from its byte \d+ on"):
+        run("abc")

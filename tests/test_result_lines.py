@@ -155,7 +155,7 @@ def test_a_field_that_every_line_has_is_named_by_whoever_misses_it(name: str, ga
 
 WHAT_IS_NONE = {
     b"{broken\n": "is not JSON: ",
-    b'{"id": "\xff"}\n': "is not UTF-8 text: ",
+    b'{"id": "\xff"}\n': "is not UTF-8 text, from its byte 9 on",
     b"[1]\n": "is a list, not a JSON object",
     b"null\n": "is a NoneType, not a JSON object",
     b"{}\n": "has neither summary nor stats, but nothing",

@@ -169,6 +169,9 @@ def test_a_sound_is_mixed_and_resampled(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "empty.wav", np.zeros(0), 8000)
     with pytest.raises(DocumentError, match="the sound is empty"):
         read_sound(tmp_path / "empty.wav", 16_000)
+    (tmp_path / "empty.wav").write_bytes(b"")
+    with pytest.raises(DocumentError, match="the file is empty"):
+        read_sound(tmp_path / "empty.wav", 16_000)
 
 
 def test_sounds_of_any_name_are_transcribed_beside_one_of_no_numbers(transcribe: Any, tmp_path: Path) -> None:

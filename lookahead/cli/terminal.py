@@ -28,6 +28,7 @@ from lookahead.documents.inputs import Input, find_inputs
 from lookahead.errors import ConfigError, LookaheadError, PromptTooLongError, is_out_of_memory, one_line
 from lookahead.loading import loading
 from lookahead.loading.checkpoints import reads_sound
+from lookahead.loading.early_checks import kind_of_folder
 
 MAX_SKIPPED_FILES = 20  # files that are named
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line breaks
@@ -172,10 +173,11 @@ def load(
     """
     name = options.model if model is None else model
     location, _ = loading.locate_model(name)
+    _check_kind(name, reads, kind_of_folder(location))
     with _without_collection(), console(sys.stderr).status("loading the model") as shown:
         prepare(options, location, shown.update)
-        if reads not in ("any", kind := "sound" if reads_sound(loading.load_config(name)) else "text"):
-            raise ConfigError(f"model {name!r} reads {kind}: {_COMMANDS[kind]}")
+        if reads != "any":
+            _check_kind(name, reads, "sound" if reads_sound(loading.load_config(name)) else "text")
     with _without_collection(), console(sys.stderr).status("loading the model") as shown:
         loaded = _load_fastest(options, name) if options.dtype == FASTEST else _load(options, name, options.dtype)
         with warnings.catch_warnings():
@@ -189,6 +191,11 @@ def load(
             except OSError as error:
                 say("warning", f"step costs are not kept for the next time: {one_line(error)}")
     return loaded
+
+
+def _check_kind(name: str, reads: str, kind: str | None) -> None:
+    if kind is not None and reads not in ("any", kind):
+        raise ConfigError(f"model {name!r} reads {kind}: {_COMMANDS[kind]}")
 
 
 def tell_if_demonstration(model: str) -> None:

@@ -11,6 +11,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.documents.byte_sources import STDIN, is_url
 from lookahead.errors import DocumentError, one_line
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".au", ".caf", ".w64")
@@ -34,7 +35,9 @@ def find_sounds(arguments: Sequence[str]) -> list[Path]:
             if not sounds:
                 raise DocumentError(f"{argument}: no sound in this folder; known suffixes are {' '.join(SUFFIXES)}")
         elif not path.is_file():
-            raise DocumentError(f"{argument}: no such file")
+            is_other = argument == STDIN or is_url(argument) or not {*"*?["}.isdisjoint(argument)
+            hint = "; sounds are named by files and folders, not by URLs, patterns or a pipe" if is_other else ""
+            raise DocumentError(f"{argument}: no such file{hint}")
         paths |= dict.fromkeys(sounds)
     return list(paths)
 
@@ -52,6 +55,8 @@ def read_sound(path: Path | IO[bytes], rate: int, most_s: float = math.inf) -> N
         raise DocumentError(_EXTRA) from error
     name = path if isinstance(path, Path) else "the sound"
     # soundfile does not encode names that are not UTF-8.
+    if isinstance(path, Path) and path.is_file() and not path.stat().st_size:
+        raise DocumentError(f"{name}: the file is empty")
     source = os.fsencode(path) if isinstance(path, Path) and os.name == "posix" else path
     try:
         with soundfile.SoundFile(source) as sound:

@@ -280,13 +280,14 @@ class Journal(ExitStack):
         # A line that matches no document of this run is outdated if a document of this run has its id.
         ids = set() if self._is_part else {*self._text_of_id}
         done = self._file.sort(self._order, lambda line: key_of(line.id) in ids)
-        for number, what in (
-            (done.doubled, "left out {}: the same documents have one more line there"),
-            (done.outdated, "left out {} of documents that have changed since"),
-            (0 if self._is_part else done.unnamed, "kept {} of documents that are not among the inputs, at its end"),
+        unnamed = 0 if self._is_part else done.unnamed
+        for number, noun, what in (
+            (done.doubled, "duplicate line", "left out {}"),
+            (done.outdated, "line", "left out {} of documents that have changed since"),
+            (unnamed, "line", "kept {} of documents that are not among the inputs, at its end"),
         ):
             if number:
-                self._notes.append(f"{self._results}: {what.format(count(number, 'line'))}")
+                self._notes.append(f"{self._results}: {what.format(count(number, noun))}")
         if self._rejects.exists():
             # Rejects are also outdated if they have a newer error, or if their document is finished.
             others, taken = ids | self._unreadable, {*self._order}

@@ -131,7 +131,7 @@ class Line:
 _KIND_OF = {field.name: _KINDS[str(field.type).partition(" | ")[0]] for field in fields(Line) if field.name != "others"}
 _REJECT_FIELDS = ("id", "error", "document")
 _FIELDS = {True: _REJECT_FIELDS, False: tuple(name for name in _KIND_OF if name != "error")}  # by `is_reject`
-_NEEDED = {True: ("id", "error"), False: ("id", "document", "fingerprint")}
+_NEEDED = {True: ("id", "error"), False: ("id", "summary", "document", "fingerprint")}
 
 
 def _value_in(record: Mapping[str, Any], name: str, is_reject: bool, leaves_gaps: bool) -> Any:
@@ -222,8 +222,9 @@ def parse_line(line: bytes) -> Record:
     try:
         record = parse_json(line.decode("utf-8-sig"))
     except ValueError as error:
-        what = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else "JSON"
-        raise ValueError(f"is not {what}: {error}") from error
+        if isinstance(error, UnicodeDecodeError):
+            raise ValueError(f"is not UTF-8 text, from its byte {error.start + 1} on") from error
+        raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"is a {type(record).__name__}, not a JSON object")
     return record

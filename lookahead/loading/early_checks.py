@@ -1,8 +1,11 @@
-"""The names of types and quantizations, checked without torch, which takes seconds to import."""
+"""What can be told without torch and transformers, which take seconds to import."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lookahead.errors import ConfigError
+from lookahead.utils.atomic import read_json
 
 LONG_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES = ("auto", *LONG_NAMES)
@@ -16,3 +19,14 @@ def check_names(dtype: object, quantize: str | None) -> None:
     if quantize not in (None, *QUANTIZATIONS):
         *first, last = QUANTIZATIONS
         raise ConfigError(f"quantize must be {', '.join(first)} or {last}, got {quantize!r}")
+
+
+def kind_of_folder(folder: str) -> str | None:
+    """What the model of a folder reads, "text" or "sound", if its config.json says so at once; else None."""
+    try:
+        config = dict(read_json(Path(folder) / "config.json"))
+    except (OSError, ValueError, TypeError):  # a GGUF file, a name on the Hub, or what loading complains of
+        return None
+    if config.get("model_type") == "whisper":
+        return "sound"
+    return "text" if str(config.get("architectures")).endswith("ForCausalLM']") else None
