@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +22,7 @@ import lookahead
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.state_bits import Mixing, mixing_of
-from lookahead.backend.cpu.tree_mixers import find_mixers
+from lookahead.backend.cpu.tree_mixers import find_mixers, samples_of
 from lookahead.backend.probes import own_pass
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import TokenTree
@@ -38,6 +40,7 @@ on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reaso
 HALF, SINGLE = torch.bfloat16, torch.float32
 ROOT = np.zeros(1, np.int32)
 HEADS = {"linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 24, "linear_value_head_dim": 32}
+DEEP: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]}
 # Torch multiplies bfloat16 matrices of fewer than 4,096 products by other code.
 OPTIONS: dict[str, dict[str, Any]] = {
     "Qwen3_5": HEADS, "Qwen3_5Moe": HEADS, "Qwen3Next": HEADS, "Lfm2": {}, "Lfm3": {},
@@ -47,10 +50,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 MAMBAS = "GraniteMoeHybrid", "Bamba", "Zamba2", "Mamba2", "NemotronH"
 
 
-def built(name: str, dtype: torch.dtype) -> Any:
+def built(name: str, dtype: torch.dtype, **more: Any) -> Any:
     """A tiny model whose layers with states the kernels can compute."""
     family = FAMILIES[name]
-    return build(replace(family, options={**family.options, **OPTIONS[name]})).to(dtype)
+    return build(replace(family, options={**family.options, **OPTIONS[name], **more})).to(dtype)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = SINGLE) -> torch.Tensor:
@@ -263,13 +266,38 @@ def test_kernels_that_differ_from_the_layers_are_not_used(dtype: torch.dtype) ->
     with torch.no_grad():
         other.model.layers[0].linear_attn.norm.weight[0] *= 1.01
 
-    def make(mixing: Mixing, differs: bool) -> CpuBackend:
-        model_of_way = other if differs and mixing.by_kernels else model
-        return CpuBackend(model_of_way, packs=False, rows=1, capacity=64, mixing=mixing)
+    def make(mixing: Mixing, has_samples: bool, differs: bool) -> CpuBackend:
+        model_of_way = other if differs and not has_samples else model
+        return CpuBackend(model_of_way, packs=False, rows=1, capacity=64, mixing=mixing, has_samples=has_samples)
 
     options: Any = {"has_kernels": True, "is_half": dtype == HALF}
     assert mixing_of(partial(make, differs=False), 101, **options) == Mixing(by_kernels=True)
     assert not mixing_of(partial(make, differs=True), 101, **options).by_kernels
+
+
+def test_a_first_call_compares_one_recurrent_layer_of_every_kind() -> None:
+    model, calls = built("Qwen3_5", HALF, **DEEP), Counter[int]()
+    own = qwen.Qwen3_5GatedDeltaNet.forward.__code__
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is own:
+            calls[frame.f_locals["self"].layer_idx] += 1
+
+    sys.setprofile(count)
+    try:
+        assert CpuBackend(model, rows=1, capacity=16)._mixing.by_kernels
+    finally:
+        sys.setprofile(None)
+    first, *others = (calls[mixer.at] for mixer in find_mixers(model).values())
+    assert others and max(others) == 2 < first  # a token that finds them, and the prompt
+
+
+def test_recurrent_layers_of_other_settings_are_of_another_kind() -> None:
+    mixers = list(find_mixers(built("Qwen3_5", HALF, **DEEP)).values())
+    first, *_, last = (mixer.module for mixer in mixers)
+    assert samples_of(mixers) == {first}
+    last.norm.variance_epsilon = 1e-3
+    assert samples_of(mixers) == {first, last}
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2"])

@@ -16,7 +16,7 @@ from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.cpu.fused_layers import FusedLayers, find_fused
 from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.cpu.state_bits import Mixing, mixing_of
-from lookahead.backend.cpu.tree_mixers import TreeMixer, find_mixers
+from lookahead.backend.cpu.tree_mixers import TreeMixer, find_mixers, samples_of
 from lookahead.backend.cpu.whole_pass import WholePass, whole_pass
 from lookahead.backend.pass_attention import attend
 from lookahead.backend.protocol import BitPolicy, PathReport
@@ -76,6 +76,7 @@ class CpuBackend(TorchBackend):
         packs: Whether linear layers may keep packed copies of their weights.
         has_kernels: Whether kernels may replace linear layers and whole layers of the model.
         mixing: How recurrent layers run; compared and measured if None.
+        has_samples: Whether one recurrent layer of every kind runs its own code, with which kernels are compared.
         is_draft: Whether the model only drafts. What kernels compute of it is then found once, not at every service.
         packs_prompts: Whether `read` takes several prompts without padding, as `self_check.packs_prompts` allows.
         shares_beginnings: Tells whether half-precision prompts may copy whole blocks of others.
@@ -89,6 +90,7 @@ class CpuBackend(TorchBackend):
         packs: bool = True,
         has_kernels: bool = True,
         mixing: Mixing | None = None,
+        has_samples: bool = False,
         is_draft: bool = False,
         packs_prompts: bool = False,
         shares_beginnings: Callable[[], bool] = bool,
@@ -96,7 +98,7 @@ class CpuBackend(TorchBackend):
     ) -> None:
         super().__init__(model, **options)
         self._is_draft, self._has_parts, self.packs_prompts = is_draft, False, packs_prompts
-        self._is_sharing = shares_beginnings
+        self._is_sharing, self._has_samples = shares_beginnings, has_samples
         self._packs, self._has_bits = packs, self._is_half and self._scope is not None
         # Tensor-parallel processes must compute the same bits, but each would measure on its own whether packing pays.
         self._why_apart = "" if has_kernels else "its kernels compute differently from the model's own code"
@@ -122,9 +124,9 @@ class CpuBackend(TorchBackend):
         name = f"mixers, {torch.get_num_threads()} threads{', passes' if has_kernels else ''}"
         make = partial(type(self), model, rows=1, capacity=64)
         find = partial(
-            mixing_of, lambda mixing: make(packs=mixing.by_kernels, mixing=mixing),
-            decoder_vocabulary(model),
-            has_kernels=has_kernels, is_half=self._is_half,
+            mixing_of,
+            lambda mixing, has_samples: make(packs=mixing.by_kernels, mixing=mixing, has_samples=has_samples),
+            decoder_vocabulary(model), has_kernels=has_kernels, is_half=self._is_half,
         )  # fmt: skip
         return state_of(model).probed(name, model, find, Mixing.of)
 
@@ -138,6 +140,9 @@ class CpuBackend(TorchBackend):
             self._has_parts = True
         mixers: Mapping[Any, MixTrees] = self._parts.mixers
         self._mixers = mixers if self._mixing.by_kernels else {}
+        if self._has_samples:
+            own = samples_of(self._parts.mixers.values())
+            self._mixers = {module: mixer for module, mixer in self._mixers.items() if module not in own}
         with patched_attribute("forward", self._parts.forwards), super()._patched():
             yield
 
@@ -175,7 +180,7 @@ class CpuBackend(TorchBackend):
         layers = self._hidden_layers if self.keeps_hidden else ()
         with running(mode, fuses=by_kernels) as seen:
             given = None
-            mixes = bool(self._mixers) or not self.cache.states
+            mixes = not self.cache.states or (bool(self._mixers) and not self._has_samples)
             if isinstance(whole, WholePass) and seen is not None and not is_prompt and by_kernels and mixes:
                 assert self._scope is not None
                 attending = partial(self._scope.running, partial(attend, tree_pass, self._spans))

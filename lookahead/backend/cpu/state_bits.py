@@ -40,11 +40,11 @@ class Mixing(NamedTuple):
 
 
 @torch.inference_mode()
-def mixing_of(make: Callable[[Mixing], Backend], vocabulary: int, *, has_kernels: bool, is_half: bool) -> Mixing:
+def mixing_of(make: Callable[[Mixing, bool], Backend], vocabulary: int, *, has_kernels: bool, is_half: bool) -> Mixing:
     """How recurrent layers run fastest with the states of single-node calls: in half precision with the same bits.
 
     Args:
-        make: Makes a backend of one row.
+        make: Makes a backend of one row, and takes whether one layer of every kind runs its own code beside kernels.
         vocabulary: Number of token ids.
         has_kernels: Whether kernels can compute some of the layers.
         is_half: Whether bits must be the same.
@@ -54,11 +54,19 @@ def mixing_of(make: Callable[[Mixing], Backend], vocabulary: int, *, has_kernels
     return Mixing(most=_nodes_of_call(make, vocabulary) if is_half else 1)
 
 
-def _kernels_agree(make: Callable[[Mixing], Backend], vocabulary: int, is_half: bool) -> bool:
-    """Whether kernels give the logits of trees, and the states after their commits, that calls of the layers give."""
-    results = []
-    for mixing in (Mixing(), Mixing(by_kernels=True)):
-        backend, made = _begun(make(mixing), vocabulary), list[Tensor]()
+def _kernels_agree(make: Callable[[Mixing, bool], Backend], vocabulary: int, is_half: bool) -> bool:
+    """Whether kernels give the logits of trees, and the states after their commits, that calls of the layers give.
+
+    Own code takes as long for a tree as for its nodes one after the other. Layers of a kind are alike, so only one of
+    every kind runs it. Both runs continue from one reading of the prompt.
+    """
+    results, backends = [], [make(Mixing(by_kernels=True), has_samples) for has_samples in (True, False)]
+    begun, cache = _begun(backends[0], vocabulary).cache.extract_row(0), backends[1].cache
+    cache.copy_prefix_from(0, [begun.kv.get(at) for at in range(max(begun.kv, default=-1) + 1)], begun.tokens)
+    for at, states in begun.states.items():
+        cache.layers[at].committed[0] = states
+    for backend in backends:
+        made = list[Tensor]()
         for parents, path in _PASSES:
             tree = TokenTree.from_parents(_tokens(len(parents), vocabulary), parents)
             with backend.serving():
@@ -74,12 +82,12 @@ def _agree(own: Tensor, other: Tensor, *, is_half: bool) -> bool:
     return torch.equal(own, other) if is_half else bool((own - other).norm() <= _TOLERANCE * own.norm())
 
 
-def _nodes_of_call(make: Callable[[Mixing], Backend], vocabulary: int) -> int:
+def _nodes_of_call(make: Callable[[Mixing, bool], Backend], vocabulary: int) -> int:
     """The most siblings per call whose logits and states are bit for bit those of single-node calls; at least 1.
 
     States are mostly float32, which shows another order of sums at once.
     """
-    backends = [_begun(make(Mixing(most=most)), vocabulary) for most in (1, MAX_ROWS)]
+    backends = [_begun(make(Mixing(most=most), False), vocabulary) for most in (1, MAX_ROWS)]
     most = 1
     for nodes in _NODES:
         tree = TokenTree.from_parents(_tokens(nodes + 1, vocabulary), [0] * (nodes + 1))

@@ -7,7 +7,7 @@ a single token, which a probe compares (`lookahead.backend.cpu.state_bits`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from lookahead.model.state_scope import mixers_of
 _CONV, _RECURRENT = ("conv", 0), ("recurrent", 0)
 _DTYPES = torch.float32, torch.bfloat16
 _VECTORS = 64  # numbers; torch computes them by the same vectors wherever such a block begins
+_SETTINGS = bool, int, float, str  # types of what decides how a module computes
 _SERIAL = 1 << 15  # numbers that torch computes on one thread
 
 
@@ -109,6 +110,22 @@ def find_mixers(model: Any) -> dict[nn.Module, TreeMixer]:
         kinds |= {type(module), type(conv), type(getattr(module, "norm", conv))}
         found[module] = TreeMixer(module, conv, layers[0], inputs, mix)
     return {} if not found or global_hooks() or code_of(frozenset(kinds)).foreign else found
+
+
+def samples_of(mixers: Iterable[TreeMixer]) -> set[nn.Module]:
+    """The first module of every kind: of those with a class, its settings, and the sizes and types of its weights."""
+    samples = dict[Any, nn.Module]()
+    for mixer in mixers:
+        parts = list(mixer.module.modules())
+        settings = (
+            sorted(
+                (name, value) for name, value in vars(part).items() if type(value) in _SETTINGS and name != "layer_idx"
+            )
+            for part in parts
+        )
+        weights = ((weight.shape, weight.dtype) for weight in mixer.module.parameters())
+        samples.setdefault(repr((list(map(type, parts)), *settings, *weights)), mixer.module)
+    return set(samples.values())
 
 
 def _is_plain(part: Any) -> bool:
