@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
 from typer.testing import CliRunner
 
 import lookahead
@@ -20,6 +27,7 @@ from lookahead.loading.loading import locate_model
 from lookahead.loading.suggested_models import choose_default, default_name, pull, suggestions
 
 GB = 10**9
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -97,43 +105,112 @@ def test_a_model_of_the_cache_has_a_name_without_its_owner(own_settings: Path) -
     assert locate_model("small") == ("small", False)
 
 
-def test_a_download_says_the_licence_and_the_size_and_takes_what_is_needed(
-    own_settings: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The Hub is simulated: a model with weights in two formats."""
-    sizes = {"model.safetensors": 3 * GB, "pytorch_model.bin": 3 * GB, "config.json": 100, "a.gguf": GB}
-    about = SimpleNamespace(
-        card_data=SimpleNamespace(license="apache-2.0"),
-        siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()],
-    )
-    asked: list[Any] = []
+TINY = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"weights", "a.gguf": b"GGUF" * 500}
 
-    def download(repository: str, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
-        cached(own_settings, repository)
-        return "folder"
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: about)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *words: "/".join(words))
+@pytest.fixture
+def hub(own_settings: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """A simulated Hub with one model; changes of the result are what it sends."""
+    sent = dict(TINY)
+
+    def about(_: object, repository: str, **__: object) -> SimpleNamespace:
+        if repository != "maker/tiny":
+            raise RepositoryNotFoundError("404 Client Error.\nmore", response=Mock())
+        siblings = [
+            SimpleNamespace(
+                rfilename=name,
+                size=len(content),
+                blob_id=hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest(),
+                lfs=None if name.endswith("json") else SimpleNamespace(sha256=hashlib.sha256(content).hexdigest()),
+            )
+            for name, content in TINY.items()
+        ]
+        return SimpleNamespace(card_data=SimpleNamespace(license="apache-2.0"), siblings=siblings)
+
+    def download(repository: str, file: str) -> str:
+        place = own_settings / "hub" / f"models--{repository.replace('/', '--')}" / "snapshots" / "0123abcd"
+        if not place.exists():
+            cached(own_settings, repository)
+        (place / file).write_bytes(sent[file])
+        return str(place / file)
+
+    def download_all(repository: str, allow_patterns: list[str]) -> str:
+        wanted = [name for name in sent if any(map(Path(name).match, allow_patterns))]
+        return str(Path(next(iter([download(repository, name) for name in wanted]))).parent)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", about)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download_all)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return sent
+
+
+def test_a_download_says_the_licence_and_the_size_and_takes_what_is_needed(hub: dict[str, bytes]) -> None:
     result = run("pull", "maker/tiny")
     assert result.exit_code == 0
-    assert result.stderr.splitlines() == ["note: maker/tiny: licence apache-2.0, 3.0 GB", "maker/tiny: folder"]
-    assert "*.safetensors" in asked[0] and not any("bin" in each for each in asked[0])
-    said: list[str] = []
-    assert pull("hf://maker/tiny/a.gguf", said.append) == "maker/tiny/a.gguf"
-    assert said == ["maker/tiny: licence apache-2.0, 1.0 GB"]
+    note, place = result.stderr.splitlines()
+    assert note == "note: licence apache-2.0, 9 bytes" and place.startswith("maker/tiny: ")
+    assert {path.name for path in Path(place.removeprefix("maker/tiny: ")).iterdir()} == {*TINY} - {
+        "pytorch_model.bin",
+        "a.gguf",
+    }
+    said: list[Any] = []
+    assert pull("hf://maker/tiny/a.gguf", lambda *words: said.append(words)).endswith("/a.gguf")
+    assert said == [("apache-2.0", 2000)]
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_file_that_arrives_damaged_is_removed_and_told(hub: dict[str, bytes], file: str) -> None:
+    hub[file] = TINY[file][::-1]  # of the same size
+    result = run("pull", "maker/tiny")
+    assert result.exit_code == 2
+    assert f"model 'maker/tiny': {file} arrived damaged; the same command downloads it again" in result.stderr
+    hub[file] = TINY[file]
+    assert run("pull", "maker/tiny").exit_code == 0
+
+
+def test_a_download_that_cannot_begin_says_why(hub: dict[str, bytes]) -> None:
+    assert "cannot be downloaded: there is no such model on the Hugging Face Hub" in run("pull", "maker/tin").stderr
+    said = run("pull", "hf://maker/tiny/b.gguf").stderr
+    assert "error: model 'maker/tiny' has no b.gguf; its GGUF files: a.gguf" in said
 
 
 def test_a_download_that_breaks_off_is_told_with_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise ConnectionError("reset by peer\nmore")
+        raise ConnectionError("[Errno 104] reset by peer\nmore")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
     result = run("pull", "maker/tiny")
     assert result.exit_code == 2
     said = "error: model 'maker/tiny' cannot be downloaded: reset by peer; the same command continues"
     assert result.stderr.strip() == said
+
+
+OFFLINE = """
+import sys
+from lookahead.cli.app import app
+
+for host in ("getaddrinfo", "create_connection"):  # no way to anywhere
+    def fail(*words, **_):
+        print("ASKED")
+        raise OSError(-2, "Name or service not known")
+    setattr(__import__("socket"), host, fail)
+app(["generate", "abc", "-n", "4", "--raw", "-m", "maker/tiny", "--dtype", "fp32"], standalone_mode=False)
+"""
+
+
+def test_a_model_of_the_cache_is_loaded_at_once_where_the_hub_does_not_answer(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    repository = tmp_path / "hub" / "models--maker--tiny"
+    shutil.copytree(model_folder, repository / "snapshots" / "0123abcd")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abcd")
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "XDG_CACHE_HOME": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert ran.returncode == 0 and ran.stdout.count("ASKED") <= 2, ran.stderr  # a client that tries again asks dozens
+    assert "Retrying" not in ran.stderr
 
 
 def test_the_default_model_says_that_it_demonstrates(capsys: pytest.CaptureFixture[str]) -> None:

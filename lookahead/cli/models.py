@@ -107,7 +107,7 @@ class PullOptions:
 
 
 def pull(options: PullOptions) -> None:
-    """Download a model of the Hugging Face Hub, or the rest of one; every file is checked.
+    """Download a model of the Hugging Face Hub, or the rest of one; every file is compared with its checksum.
 
     The licence and the size are shown first. After an interrupt the same command continues.
 
@@ -118,5 +118,9 @@ def pull(options: PullOptions) -> None:
 
     Exit status: 0 the model is here; 2 it cannot be downloaded; 130 interrupted, and the same command continues.
     """
-    folder = download(options.name, lambda line: say("note", line))
+    if not sys.stderr.isatty():  # a log gets no bars
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # it has no __all__
+
+        disable_progress_bars()
+    folder = download(options.name, lambda licence, size: say("note", f"licence {licence}, {decimal(size)}"))
     show_line(sys.stderr, f"{options.name}: {folder}")

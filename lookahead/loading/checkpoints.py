@@ -77,6 +77,8 @@ def load_weights(config: Any, location: Any, model_class: Any = None, **options:
     """
     # Without `ignore_mismatched_sizes` transformers raises an error that names no tensor.
     options |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if options.get("local_files_only"):  # transformers asks the Hub for an adapter nonetheless
+        options["adapter_kwargs"] = {"local_files_only": True}
     is_quantized = getattr(config, "quantization_config", None) is not None
     try:
         model, info = (model_class or auto_class(config)).from_pretrained(location, **options)

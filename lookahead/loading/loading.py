@@ -36,6 +36,7 @@ _DEFAULT_MISSING = (
 )
 
 HUB = "hf://"
+NOT_ON_HUB = "there is no such model on the Hugging Face Hub, or it is private and the token does not open it"
 """Optional prefix of the address of a model on the Hub."""
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -98,7 +99,7 @@ def load(
     quantization = resolve_quantize(quantize, target)
     folder = prepare_files(location, quantize)
 
-    options: dict[str, Any] = {"local_files_only": is_local, "trust_remote_code": False}
+    options = _options(location, is_local)
     loaded: Any
     with no_bars(), _loading(f"model {name!r}"):
         config = AutoConfig.from_pretrained(folder, **options)
@@ -130,9 +131,7 @@ def load_config(model: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     with _loading(f"model {model!r}"):
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            location, local_files_only=is_local, trust_remote_code=False
-        )
+        config: PretrainedConfig = AutoConfig.from_pretrained(location, **_options(location, is_local))
     return config
 
 
@@ -143,9 +142,7 @@ def load_tokenizer(model: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     with _loading(f"the tokenizer of {model!r}"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            location, local_files_only=is_local, trust_remote_code=False
-        )
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(location, **_options(location, is_local))
     return tokenizer
 
 
@@ -158,7 +155,7 @@ def load_processor(model: str) -> Any:
     from transformers import AutoProcessor
 
     try:
-        processor = AutoProcessor.from_pretrained(location, local_files_only=is_local, trust_remote_code=False)
+        processor = AutoProcessor.from_pretrained(location, **_options(location, is_local))
     except Exception as error:  # transformers raises anything for files and packages that are missing
         _log.warning("%s reads text only: its processor cannot be loaded: %s", model, first_line(error))
         return None
@@ -361,9 +358,29 @@ def _check_hub(model: str, files: tuple[str, ...]) -> None:
     except Exception as error:  # errors of the client's HTTP library, which differ between versions
         reason = f"the Hugging Face Hub cannot be asked for it ({first_line(error).rstrip('.')})"
         if isinstance(error, RepositoryNotFoundError):
-            reason = "there is no such model on the Hugging Face Hub, or it is private and the token does not open it"
+            reason = NOT_ON_HUB
         message = f"model {model!r} is not a folder here, and {reason}{_did_you_mean(model, files)}"
         raise UnsupportedModelError(message) from error
+
+
+def _options(location: str, is_local: bool) -> dict[str, Any]:
+    """How transformers loads a model: no code of others, and no request that would be repeated for minutes."""
+    return {"local_files_only": is_local or not _answers(location), "trust_remote_code": False}
+
+
+@functools.cache
+def _answers(model: str) -> bool:
+    """Whether the Hub answers for a model; if not, the files of its cache are loaded as they are."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
+
+    try:
+        in_time(lambda: get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_S), _HUB_S)
+    except (GatedRepoError, EntryNotFoundError):
+        return True
+    except Exception:
+        return False
+    return True
 
 
 def _did_you_mean(model: str, files: Sequence[str]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from platformdirs import user_config_path
 
 from lookahead.errors import UnsupportedModelError, first_line
-from lookahead.loading.loading import DEFAULT_MODEL, HUB, locate_model
+from lookahead.loading.loading import DEFAULT_MODEL, HUB, NOT_ON_HUB, locate_model
 from lookahead.utils.atomic import write_atomically
 
 # Instruction models of the Hub that anybody may use (Apache-2.0), with their parameters in millions.
@@ -88,12 +90,15 @@ def _default_file() -> Path:
     return user_config_path("lookahead", appauthor=False) / "default_model.txt"
 
 
-def pull(name: str, announce: Callable[[str], None]) -> str:
+def pull(name: str, announce: Callable[[str, int], None]) -> str:
     """Download a model of the Hub into its cache, or the rest of it; returns the path of its folder or GGUF file.
+
+    The client of the Hub checks sizes only, so every file is compared with the checksum that the Hub has of it. A file
+    that differs is removed.
 
     Args:
         name: `OWNER/NAME`, `hf://OWNER/NAME` or `hf://OWNER/NAME/FILE.gguf`.
-        announce: Receives a line with the licence and the size before the download.
+        announce: Receives the licence and the size in bytes before the download.
 
     Raises:
         UnsupportedModelError: There is no such model, or it cannot be downloaded. What has arrived stays.
@@ -102,17 +107,51 @@ def pull(name: str, announce: Callable[[str], None]) -> str:
 
     owner, repository, file = (*name.removeprefix(HUB).split("/", 2), "", "")[:3]
     repository = f"{owner}/{repository}" if repository else owner
-    try:
+    with _download_errors(name, repository):
         about: Any = HfApi().model_info(repository, files_metadata=True, timeout=10.0)
+        patterns = [file] if file else _FILES
+        wanted = [each for each in about.siblings if any(map(Path(each.rfilename).match, patterns))]
+        if not any(Path(each.rfilename).match(patterns[0]) for each in wanted):
+            ggufs = ", ".join(each.rfilename for each in about.siblings if each.rfilename.endswith(".gguf")) or "none"
+            raise UnsupportedModelError(f"model {repository!r} has no {patterns[0]}; its GGUF files: {ggufs}")
         licence = getattr(about.card_data, "license", None) or "not stated"
-        is_wanted = (lambda path: path == file) if file else (lambda path: any(map(Path(path).match, _FILES)))
-        size = sum(each.size or 0 for each in about.siblings if is_wanted(each.rfilename))
-        announce(f"{repository}: licence {licence}, {size / 1e9:,.1f} GB")
-        if file:
-            return hf_hub_download(repository, file)
-        folder: str = snapshot_download(repository, allow_patterns=list(_FILES))
-    except Exception as error:  # errors of the client and its HTTP library, which differ between versions
-        what = f"model {name!r} cannot be downloaded: {first_line(error).rstrip('.')}; the same command continues"
-        raise UnsupportedModelError(what) from error
+        announce(licence, sum(each.size or 0 for each in wanted))
+        place = hf_hub_download(repository, file) if file else snapshot_download(repository, allow_patterns=[*_FILES])
+    paths = {Path(place) if file else Path(place) / each.rfilename: each for each in wanted}
+    damaged = [path for path, each in paths.items() if not _is_whole(path, each)]
+    for path in damaged:
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+    if damaged:
+        names = ", ".join(path.name for path in damaged)
+        raise UnsupportedModelError(f"model {name!r}: {names} arrived damaged; the same command downloads it again")
     locate_model(name)
-    return folder
+    return place
+
+
+@contextmanager
+def _download_errors(name: str, repository: str) -> Iterator[None]:
+    """Turn the errors of the Hub's client and its HTTP library, which differ between versions, into one."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        reason = f"{first_line(error).rstrip('.')}; the same command continues"
+        if isinstance(error, GatedRepoError):
+            reason = f"accept its licence at https://huggingface.co/{repository}, and log in with 'hf auth login'"
+        elif isinstance(error, RepositoryNotFoundError):
+            reason = NOT_ON_HUB
+        raise UnsupportedModelError(f"model {name!r} cannot be downloaded: {reason}") from error
+
+
+def _is_whole(path: Path, about: Any) -> bool:
+    """Whether a file has the checksum that the Hub has: SHA-256 of large files, of others the one of git."""
+    expected = about.lfs.sha256 if about.lfs else about.blob_id
+    with path.open("rb") as file:
+        hashed = hashlib.sha256() if about.lfs else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+        while part := file.read(1 << 20):
+            hashed.update(part)
+    return expected is None or hashed.hexdigest() == expected
