@@ -68,6 +68,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Phi": {"rope_parameters": PARTIAL, "head_dim": None, "num_key_value_heads": 8},
     "StableLm": {"rope_parameters": PARTIAL, "head_dim": None, "num_key_value_heads": 8, "use_qkv_bias": True},
+    "StableLm-parallel": {
+        "rope_parameters": PARTIAL, "head_dim": None, "num_key_value_heads": 8, "use_parallel_residual": True,
+    },
     "Cwm": WINDOWS,
     "Glm": {},
     "Glm4": {},
@@ -102,6 +105,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": None},
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "head_dim": None,
              "num_key_value_heads": 8},
+    "Lfm2Moe": {
+        "layer_types": ["conv", "full_attention", "conv"], "head_dim": None, "num_key_value_heads": 8,
+        "num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128,
+        "use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+    },
+    "HunYuanMoEV1": {"num_experts": 8, "num_local_experts": 8, "moe_topk": 3, "intermediate_size": 256},
     "Qwen3_5": {**DELTA, "head_dim": 64},
     "Qwen3Next": {**DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
     "Qwen3_5Moe": {**DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
@@ -120,6 +129,8 @@ MIXTURES = (
     "Olmoe",
     "Mixtral",
     "GptOss",
+    "HunYuanMoEV1",
+    "Lfm2Moe",
 )
 
 has_kernels = pytest.mark.skipif(
@@ -140,6 +151,9 @@ def made(name: str, dtype: torch.dtype = HALF, **options: Any) -> Any:
         for key, weight in model.named_parameters():
             if weight.dim() == 1 or key.endswith("bias"):
                 nn.init.normal_(weight, 0.5, 0.3)
+        for key, buffer in model.named_buffers():
+            if key.endswith("expert_bias"):
+                buffer.normal_(0.0, 0.3)
         for layer in model.base_model.layers if name == "Gemma4" else ():
             layer.layer_scalar.uniform_(0.5, 2.0)
     return model.to(dtype).eval()

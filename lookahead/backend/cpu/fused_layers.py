@@ -38,10 +38,10 @@ from lookahead.model.attention import registered_attention
 from lookahead.model.call_caches import CACHE
 from lookahead.model.facts import attention_name, is_offloaded
 from lookahead.model.families import FAMILIES, family_of
+from lookahead.model.families.family import Family
 from lookahead.model.families.operations import (
     Called,
     Experts,
-    Family,
     Norm,
     Recurrence,
     SelfAttention,
@@ -56,7 +56,7 @@ from lookahead.model.known_code import (
 )
 
 _DTYPES = torch.float32, torch.bfloat16
-_KNOWN = {*ACTIVATIONS, nn.LayerNorm, QuantizedExperts}  # classes besides those of a family's file
+_KNOWN = {*ACTIVATIONS, nn.LayerNorm, nn.Linear, QuantizedExperts}  # classes besides those of a family's file
 _OF_ATTENTION = "position_ids", "use_cache"  # what layers do not pass to recurrent modules
 
 

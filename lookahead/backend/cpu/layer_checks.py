@@ -41,7 +41,7 @@ def is_right(layer: DeclaredLayer, code: int, fused: Fused) -> bool:
         attention and len(attention.inputs),
         rope and rope[1:],
         *((norm.weight.shape, norm.eps, norm.kind) for norm in layer.norms),
-        *((residual.factor, residual.scaled is None, residual.is_parallel) for residual in layer.residuals),
+        *((part.factor, part.scaled is None, part.is_parallel, part.is_last) for part in layer.residuals),
         *(
             (type(linear), type(weight), weight.dtype, weight.shape, getattr(parameters.get("bias"), "dtype", None))
             for linear in layer.linears

@@ -16,11 +16,11 @@ from lookahead.kernels import experts, layer_ops
 from lookahead.kernels.experts import ExpertWeight
 from lookahead.kernels.jobs import Job, run
 from lookahead.kernels.packed_product import COLUMNS, PackedWeight, product
+from lookahead.model.families.family import Family
 from lookahead.model.families.operations import (
     Called,
     ClampedGlu,
     Experts,
-    Family,
     Mixer,
     Mlp,
     Norm,
@@ -191,7 +191,7 @@ class LayerJobs:
         """Add the jobs of a layer. Its input is written to `into`, if that is not already its buffer."""
         for part in residuals:
             if part.is_parallel:
-                self._add_parallel(part, stream)
+                stream = self._add_parallel(part, stream)
                 continue
             total, x = self.normed(part.before, stream, "normed", into)
             out, into = self.mixed(part.mixer, x), None
@@ -202,15 +202,18 @@ class LayerJobs:
             stream = HiddenSum(total, out, part.factor, part.scale)
         return stream
 
-    def _add_parallel(self, part: Residual, stream: HiddenSum) -> None:
-        """Add what a parallel MLP makes of the sum of a stream to the delta of it."""
+    def _add_parallel(self, part: Residual, stream: HiddenSum) -> HiddenSum:
+        """Add what a parallel MLP makes of the total of a stream, to its delta or to its sum."""
         assert isinstance(part.mixer, Mlp) and stream.delta is not None
         x = stream.total
         if part.before is not None:
             x = self.take("normed", x.shape[-1])
             self._norm(part.before, stream.total, x)
         out = self._fed(part.mixer, x, "parallel")
+        if part.is_last:
+            return HiddenSum(self.normed(None, stream, "")[0], out)
         self._norm(None, out, None, delta=stream.delta, total=stream.delta)
+        return stream
 
     def normed(
         self, norm: Norm | None, stream: HiddenSum, out: str | Tensor, into: Tensor | None = None

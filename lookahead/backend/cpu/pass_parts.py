@@ -10,7 +10,8 @@ from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.tree_mixers import TreeMixer
 from lookahead.kernels.row_attention import AttentionLimits
 from lookahead.model.families import WRAPPERS
-from lookahead.model.families.operations import Family, Mlp, Norm
+from lookahead.model.families.family import Family
+from lookahead.model.families.operations import Mlp, Norm
 
 
 class PassParts(NamedTuple):

@@ -153,7 +153,7 @@ class WholePass:
             hidden = getattr(self._decoder, self._family.embedding)(tokens)
             if self._family.embedding_factor:
                 hidden = hidden * getattr(self._decoder, self._family.embedding_factor)
-            rotary = self._decoder.rotary_emb
+            rotary = getattr(self._decoder, self._family.rotary)
             positions = {
                 kind: rotary(hidden, at, kind) if kind else rotary(hidden, position_ids=at) for kind in self._ropes
             }
@@ -287,8 +287,8 @@ class WholePass:
 
     def _is_unhooked(self, model: Any) -> bool:
         """Whether no module that is not called has a hook; checked again after any hook was set anywhere."""
-        embedding = getattr(self._decoder, self._family.embedding)
-        called = embedding, self._decoder.rotary_emb, None if self._parts.head else model.lm_head
+        called = [getattr(self._decoder, name) for name in (self._family.embedding, self._family.rotary)]
+        called.append(None if self._parts.head else model.lm_head)
         if global_hooks() or any(working_hooks_of(module) for module in model.modules() if module not in called):
             return False
         self._newest_hook = RemovableHandle.next_id

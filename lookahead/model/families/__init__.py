@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lookahead.model.families import deepseek, gemma, glm, granite, hybrid, layer_norms, llama, mixtures, olmo, phi
-from lookahead.model.families.operations import Family
+from lookahead.model.families.family import Family
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *gemma.FAMILIES, *olmo.FAMILIES, *phi.FAMILIES, *mixtures.FAMILIES,

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lookahead.model.families.family import Family
 from lookahead.model.families.modules import attention, gated
-from lookahead.model.families.operations import Called, Experts, Family, Norm, Residual, Rope, SelfAttention
+from lookahead.model.families.operations import Called, Experts, Norm, Residual, Rope, SelfAttention
 
 
 def _of_groups(scores: Tensor, values: Tensor, router: Any, outside: float) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lookahead.model.families.family import Family
 from lookahead.model.families.modules import attention, gated, whole
 from lookahead.model.families.operations import (
     PLUS_ONE,
     WIDE,
-    Family,
     Mlp,
     Norm,
     Residual,

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lookahead.model.families.family import Family
 from lookahead.model.families.modules import attention, gated, gated_at_once
-from lookahead.model.families.operations import WIDE, Experts, Family, Norm, Residual, Rope
+from lookahead.model.families.operations import WIDE, Experts, Norm, Residual, Rope
 
 
 def _rope(layer: Any, *, is_wide: bool = False) -> Rope:

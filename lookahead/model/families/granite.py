@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from lookahead.model.families.family import Family
 from lookahead.model.families.mixtures import softmax_of_largest
 from lookahead.model.families.modules import attention, gated, gated_at_once, recurrence
-from lookahead.model.families.operations import Experts, Family, Mlp, Norm, Recurrence, Residual, SelfAttention
+from lookahead.model.families.operations import Experts, Mlp, Norm, Recurrence, Residual, SelfAttention
 
 
 def _layer(layer: Any, mixer: SelfAttention | Recurrence, feeding: Mlp | Experts) -> tuple[Residual, ...]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lookahead.model.families.family import Family
 from lookahead.model.families.mixtures import shared_mixture
 from lookahead.model.families.modules import attention, gated, recurrence, whole
 from lookahead.model.families.operations import (
     PLUS_ONE,
     Experts,
-    Family,
     Mlp,
     Norm,
     Recurrence,
@@ -61,6 +63,26 @@ def _lfm2(layer: Any) -> tuple[Residual, ...]:
     return Residual(_lfm2_mixer(layer), Norm(layer.operator_norm)), Residual(feeding, Norm(layer.ffn_norm))
 
 
+def _corrected(logits: Tensor, mixture: Any) -> tuple[Tensor, Tensor]:
+    router = mixture.gate
+    factors = torch.stack([row.sigmoid() for row in logits])  # with the bits of each row alone
+    choice = factors + mixture.expert_bias if router.use_expert_bias else factors
+    indices = torch.topk(choice, k=router.top_k, dim=-1)[1]
+    factors = factors.gather(1, indices)
+    if router.norm_topk_prob:
+        factors = factors / (factors.sum(dim=-1, keepdim=True) + 1e-6)
+    return factors * router.routed_scaling_factor, indices
+
+
+def _lfm2_moe(layer: Any) -> tuple[Residual, ...]:
+    mixture = layer.feed_forward
+    if not hasattr(mixture, "experts"):
+        return _lfm2(layer)
+    router, route = mixture.gate, partial(_corrected, mixture=mixture)
+    feeding = Experts(mixture, router, mixture.experts, router.top_k, route, _SILU)
+    return Residual(_lfm2_mixer(layer), Norm(layer.operator_norm)), Residual(feeding, Norm(layer.ffn_norm))
+
+
 def _lfm2_mixer(layer: Any) -> SelfAttention | Recurrence:
     if not layer.is_attention_layer:
         return recurrence(layer.conv, ("in_proj",), (), "out_proj", "past_key_values", ("conv",))
@@ -73,4 +95,5 @@ FAMILIES = (
     Family("qwen3_5", "Qwen3_5", _qwen3_5, _norm, "TextModel"),
     Family("qwen3_5_moe", "Qwen3_5Moe", _qwen3_5, _norm, "TextModel"),
     Family("lfm2", "Lfm2", _lfm2, last_norm="embedding_norm"),
+    Family("lfm2_moe", "Lfm2Moe", _lfm2_moe, last_norm="embedding_norm", rotary="pos_emb"),
 )

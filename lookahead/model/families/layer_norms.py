@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from lookahead.model.families.family import Family
 from lookahead.model.families.modules import attention, gated, whole
-from lookahead.model.families.operations import LAYER, Family, Mlp, Norm, Residual, Rope, SelfAttention, UndeclaredError
+from lookahead.model.families.operations import (
+    LAYER,
+    Mlp,
+    Norm,
+    Residual,
+    Rope,
+    SelfAttention,
+    UndeclaredError,
+)
 
 
 def _norm(module: Any) -> Norm:
@@ -42,11 +51,11 @@ def _phi(layer: Any) -> tuple[Residual, ...]:
 
 
 def _stablelm(layer: Any) -> tuple[Residual, ...]:
-    if layer.use_parallel_residual:
-        raise UndeclaredError("its MLP is added to the sum with its attention")
+    is_parallel = layer.use_parallel_residual
+    second = layer.input_layernorm if is_parallel else layer.post_attention_layernorm
     return (
         Residual(attention(layer.self_attn, rope=_rope(layer.self_attn)), _norm(layer.input_layernorm)),
-        Residual(gated(layer.mlp), _norm(layer.post_attention_layernorm)),
+        Residual(gated(layer.mlp), _norm(second), is_parallel=is_parallel, is_last=is_parallel),
     )
 
 

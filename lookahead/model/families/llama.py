@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lookahead.model.families.family import Family
 from lookahead.model.families.modules import attention, gated
-from lookahead.model.families.operations import Family, Norm, Residual, SelfAttention
+from lookahead.model.families.operations import Norm, Residual, SelfAttention
 
 
 def _layer(layer: Any, attended: SelfAttention) -> tuple[Residual, ...]:
@@ -40,10 +41,14 @@ def _smollm3(layer: Any) -> tuple[Residual, ...]:
     return _layer(layer, own if module.use_rope else own._replace(rope=None))
 
 
-def _hunyuan(layer: Any) -> tuple[Residual, ...]:
-    module = layer.self_attn
+def hunyuan_attention(module: Any) -> SelfAttention:
+    """Attention whose queries and keys are normed after they are rotated."""
     norms = Norm(module.query_layernorm), Norm(module.key_layernorm)
-    return _layer(layer, attention(module, norms)._replace(norms_last=True))
+    return attention(module, norms)._replace(norms_last=True)
+
+
+def _hunyuan(layer: Any) -> tuple[Residual, ...]:
+    return _layer(layer, hunyuan_attention(layer.self_attn))
 
 
 def _exaone4(layer: Any) -> tuple[Residual, ...]:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral, gpt-oss."""
+"""Mixtures of experts: Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral, gpt-oss, Hunyuan."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lookahead.model.families.family import Family
+from lookahead.model.families.llama import hunyuan_attention
 from lookahead.model.families.modules import attention, gated
 from lookahead.model.families.operations import (
     WIDE,
     ClampedGlu,
     Experts,
-    Family,
     Mlp,
     Norm,
     Residual,
@@ -105,10 +106,21 @@ def _gpt_oss(layer: Any) -> tuple[Residual, ...]:
     return _layer(layer, attended, feeding, _wide)
 
 
+def _hunyuan_moe(layer: Any) -> tuple[Residual, ...]:
+    mlp, router, own = layer.mlp, layer.mlp.gate.wg, layer.mlp.experts
+    route = partial(_likeliest, count=mlp.gate.top_k, is_normed=True, is_rounded=True)
+    feeding = Experts(
+        mlp, router, own, mlp.gate.top_k, route, own.act_fn, shared=gated(mlp.shared_mlp),
+        has_wide_router=router.weight.dtype != own.gate_up_proj.dtype, of_router=(mlp.gate,),
+    )  # fmt: skip
+    return _layer(layer, hunyuan_attention(layer.self_attn), feeding)
+
+
 FAMILIES = (
     Family("qwen2_moe", "Qwen2Moe", _qwen2_moe),
     Family("qwen3_moe", "Qwen3Moe", _qwen3_moe),
     Family("olmoe", "Olmoe", _olmoe),
     Family("mixtral", "Mixtral", _mixtral),
     Family("gpt_oss", "GptOss", _gpt_oss, _wide),
+    Family("hunyuan_v1_moe", "HunYuanMoEV1", _hunyuan_moe),
 )

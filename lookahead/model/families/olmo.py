@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lookahead.model.families.family import Family
 from lookahead.model.families.modules import attention, gated
-from lookahead.model.families.operations import WIDE, Family, Norm, Residual, Rope
+from lookahead.model.families.operations import WIDE, Norm, Residual, Rope
 
 
 def _norm(module: Any) -> Norm:

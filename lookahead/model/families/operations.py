@@ -18,7 +18,7 @@ __all__ = ["LAYER", "PLUS_ONE", "ROUNDED", "WIDE"]
 
 
 class UndeclaredError(Exception):
-    """A layer is set up in a way that the declaration of its family leaves out; the message says how."""
+    """A layer is set up in a way that its declaration leaves out; the message says how."""
 
 
 class Norm(NamedTuple):
@@ -132,8 +132,7 @@ class SelfAttention(NamedTuple):
     @property
     def dim(self) -> int:
         """Numbers of a head."""
-        module = self.module
-        return int(module.head_dim if hasattr(module, "head_dim") else module.head_size)
+        return int(getattr(self.module, "head_dim", None) or self.module.head_size)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -334,11 +333,11 @@ class Residual(NamedTuple):
 
     Attributes:
         mixer: The operation.
-        before: A norm, or None.
-        after: A norm, or None.
+        before: A norm, or None; so is `after`.
         factor: Of the result.
         scaled: The buffers that have the scale, `[1]`, and its name in them; None for 1.
-        is_parallel: Whether it reads what the residual before it reads, and its result is added to that one's first.
+        is_parallel: Whether it reads what the residual before it reads.
+        is_last: Whether a parallel result is added to the sum, else to the result of the residual before it.
     """
 
     mixer: Mixer
@@ -347,6 +346,7 @@ class Residual(NamedTuple):
     factor: float = 1.0
     scaled: tuple[dict[str, Any], str] | None = None
     is_parallel: bool = False
+    is_last: bool = False
 
     @property
     def scale(self) -> float:
@@ -357,44 +357,3 @@ class Residual(NamedTuple):
     def norms(self) -> Iterator[Norm]:
         """All norms."""
         yield from (norm for norm in (self.before, self.after, *self.mixer.norms) if norm is not None)
-
-
-class Family(NamedTuple):
-    """A family of models.
-
-    Attributes:
-        module: The name of its folder in transformers.
-        name: The first part of its class names, such as "Llama" of "LlamaDecoderLayer".
-        layer: Declares a decoder layer.
-        norm: Declares the norm after the last layer.
-        text: The rest of the class name of its decoder.
-        kind: The rest of the class name of its decoder layers.
-        beside: The name of the second input of its layers; empty for none.
-        decoder: The name of the decoder in the model.
-        embedding: The name of the embedding in the decoder.
-        cache: The name under which its layers take the cache, if it is not the usual one.
-        last_norm: The name of the norm after the last layer.
-        embedding_factor: The name in the configuration of the factor of embeddings; empty for none.
-        logits_divisor: Likewise, of the divisor of logits.
-        logits_cap: Likewise, of the bound of logits.
-    """
-
-    module: str
-    name: str
-    layer: Callable[[Any], tuple[Residual, ...]]
-    norm: Callable[[Any], Norm] = Norm
-    text: str = "Model"
-    kind: str = "DecoderLayer"
-    beside: str = ""
-    decoder: str = "model"
-    embedding: str = "embed_tokens"
-    cache: str = ""
-    last_norm: str = "norm"
-    embedding_factor: str = ""
-    logits_divisor: str = ""
-    logits_cap: str = ""
-
-    @property
-    def file(self) -> str:
-        """The module in which transformers defines it."""
-        return f"transformers.models.{self.module}.modeling_{self.module}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lookahead.model.families.family import Family
 from lookahead.model.families.modules import gated_at_once, split, whole
-from lookahead.model.families.operations import Family, Norm, Residual, Rope, SelfAttention
+from lookahead.model.families.operations import Norm, Residual, Rope, SelfAttention
 
 
 def _layer(layer: Any) -> tuple[Residual, ...]:
