@@ -12,7 +12,7 @@ import lookahead
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.parsing import parsed
 from lookahead.serving.request_schemas import ChatBody
-from lookahead.serving.stop_texts import StopTexts
+from lookahead.serving.tool_calls import StopTexts
 from lookahead.serving.translation import Translator
 from tests.support.running_server import folder, server
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lookahead import LookaheadConfig
 from lookahead.backend import torch_backend
 from lookahead.backend.read_prompt import ReadingAhead
+from lookahead.decoding.prompts_ahead import PromptsAhead
+from lookahead.decoding.request import Request
 from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest
 from tests.support.running_server import Running, folder, server
@@ -68,6 +73,50 @@ def test_short_and_quick_prompts_pass_long_ones_and_all_keep_their_tokens(
     for client, request in zip([*waiting, *passing], [*long, *quick], strict=True):
         assert client.wait().error is None
         assert client.tokens == alone(tiny_llama, tiny_tokenizer, request).token_ids[0]
+
+
+def test_of_prompts_that_wait_the_shortest_is_read_next(serving, tiny_llama, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr("lookahead.decoding.prompts_ahead._QUICK", 280)
+    leave, own, order = threading.Event(), ReadingAhead.read, list[int]()
+
+    def read(self: Any, ids: Any, *arguments: Any) -> Any:
+        order.append(len(ids))
+        assert leave.wait(WAIT_S)
+        return own(self, ids, *arguments)
+
+    monkeypatch.setattr(ReadingAhead, "read", read)
+    loop = serving(tiny_llama, tiny_tokenizer, rows=16, prefix_bytes=0)
+
+    def put(*sizes: int) -> list[Client]:
+        return [Client(loop, request_of(tokens, tokens, client=str(tokens))) for tokens in sizes]
+
+    clients = put(200, 210)  # the thread takes them
+    while len(loop._together._scheduler.running) < 2:
+        time.sleep(0.01)
+    clients += put(150, 250, 160, 400, 300)
+    deadline = time.monotonic() + WAIT_S
+    while len(loop._together._scheduler._waiting) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    leave.set()
+    for client in clients:
+        assert client.wait().error is None
+    assert [tokens for tokens in order if tokens <= 280] == [200, 210, 150, 160, 250]
+    assert [tokens for tokens in order if tokens > 280] == [300, 400] and order.index(300) > order.index(150)
+
+
+def test_a_prompt_is_passed_only_until_others_have_as_many_tokens(tiny_llama):
+    def request_with(tokens: int) -> Request:
+        return Request(tokens, row=SimpleNamespace(tokens=tokens, text=np.arange(tokens)))
+
+    ahead, order = PromptsAhead(tiny_llama, LookaheadConfig(), 0, is_beside=True), list[int]()
+    waiting = [request_with(300)]
+    for _ in range(4):
+        waiting.append(request_with(100))
+        first, *waiting = ahead.in_order(waiting)
+        ahead.count(first)
+        order.append(first.index)
+    assert order == [100, 100, 300, 100]
 
 
 def test_a_long_prompt_that_waits_for_room_is_not_passed_for_ever(serving, tiny_llama, tiny_tokenizer):

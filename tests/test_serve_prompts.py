@@ -13,10 +13,10 @@ import torch
 from transformers import AutoTokenizer
 
 import lookahead
-from lookahead.serving import output, service
-from lookahead.serving.output import prompt_logprobs
+from lookahead.serving import requests, service
 from lookahead.serving.parsing import parsed
 from lookahead.serving.request_schemas import CompletionBody
+from lookahead.serving.requests import prompt_logprobs
 from lookahead.serving.translation import Translator
 from tests.support.grammars import json_model
 from tests.support.running_server import Running, folder, server, wait_until_idle
@@ -93,7 +93,7 @@ def test_a_prompt_is_read_in_parts_for_its_log_probabilities(loaded, monkeypatch
     ids = [5 + at % 40 for at in range(70)]
     whole = prompt_logprobs(model, ids, 2)
     for part in (1, 7, 69):
-        monkeypatch.setattr(output, "_PART", part)
+        monkeypatch.setattr(requests, "_PART", part)
         in_parts = prompt_logprobs(model, ids, 2)
         assert [each.token for each in in_parts] == ids
         expected = [each.logprob for each in whole[1:]]
@@ -111,7 +111,7 @@ def test_a_client_that_leaves_ends_the_reading_of_its_prompt(server, monkeypatch
         finally:
             ended.set()
 
-    monkeypatch.setattr(output, "_logprobs_of", endless)
+    monkeypatch.setattr(requests, "_logprobs_of", endless)
     body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 1}
     connection = HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/v1/completions", json.dumps(body))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -58,6 +58,7 @@ class PromptsAhead:
         self.reads_apart = reads_apart(model)
         self._readers: dict[bool, ReadingAhead] = {}  # by whether they read quick prompts
         self._threads: dict[bool, TaskThread] = {}
+        self._read_tokens = 0  # of all prompts that were begun
 
     def refresh(self) -> None:
         """Take another store if the weights have changed."""
@@ -69,6 +70,23 @@ class PromptsAhead:
     def candidates(self, waiting: Sequence[Request]) -> list[Request]:
         """The waiting requests that may be next: beside steps, short prompts pass longer ones."""
         return list(islice(waiting, _LOOKED_AT if self._is_beside else 1))
+
+    def in_order(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests in the order in which their prompts are read: by turns, and in a turn the shortest first.
+
+        Others may pass a prompt only until they have as many tokens as it has.
+        """
+
+        def due(request: Request) -> tuple[int, int]:
+            if request.came_at is None:
+                request.came_at = self._read_tokens
+            return request.turn, request.came_at + self.unread(request)
+
+        return sorted(requests, key=due)
+
+    def count(self, request: Request) -> None:
+        """Count the tokens of a prompt that is now read."""
+        self._read_tokens += self.unread(request)
 
     def is_short(self, request: Request, unread: int = 0) -> bool:
         """Whether a prompt is read between two steps, in one pass with `unread` tokens of others.
@@ -89,7 +107,16 @@ class PromptsAhead:
         """The kept beginning of a prompt."""
         return self.store.longest(request.row.text, request.salt)
 
-    def can_begin(self, request: Request) -> bool:
+    def beginning(self, requests: Sequence[Request]) -> Iterator[Request]:
+        """Those of the next requests that a thread takes now: a long prompt takes no time from quick ones before it."""
+        for request in requests:
+            if not self.is_short(request):
+                if self._can_begin(request):
+                    yield request
+                elif self._is_quick(request):
+                    return
+
+    def _can_begin(self, request: Request) -> bool:
         """Whether the thread for such prompts takes another one."""
         if not self._is_beside:
             return not self.reading
@@ -109,6 +136,7 @@ class PromptsAhead:
     def begin(self, request: Request, *, is_shared: bool) -> None:
         """Read a prompt; `is_shared` is whether rows are running, with which it shares the threads."""
         is_quick = self._is_quick(request)
+        self.count(request)
         if self._is_beside:
             thread = self._threads.get(is_quick) or TaskThread("lookahead-prompts")
             self._threads[is_quick] = thread

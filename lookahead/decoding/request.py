@@ -31,6 +31,7 @@ class Request:
         seed: Seed of torch's random numbers if it shares no rows; None leaves them.
         turn: Requests begin in the order of their turns, and within one as they came.
         salt: Only requests with the same one share kept keys and values.
+        came_at: Tokens of prompts that had been read when it was first looked at; None before that.
         unread: Tokens of its prompt that no kept text has, and the `newest` of the store at that time.
         stats: Its counters.
         last: The tokens of its last step; None before the first.
@@ -48,6 +49,7 @@ class Request:
     seed: int | None = None
     turn: int = 0
     salt: str = ""
+    came_at: int | None = None
     unread: tuple[int, int] | None = None
     stats: DecodingStats = field(default_factory=DecodingStats)
     last: StepOutput | None = None

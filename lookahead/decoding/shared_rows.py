@@ -118,9 +118,8 @@ class SharedRows:
 
     def _can_admit(self, waiting: deque[Request], ahead: PromptsAhead) -> bool:
         """Whether a prompt was read, or a waiting one can be."""
-        return ahead.has_read or any(
-            ahead.is_short(request) or ahead.can_begin(request) for request in self._candidates(waiting, ahead)
-        )
+        candidates = self._candidates(waiting, ahead)
+        return ahead.has_read or any(map(ahead.is_short, candidates)) or any(ahead.beginning(candidates))
 
     def _end_cancelled(self, engine: Engine) -> list[Request]:
         """Free the rows of cancelled requests."""
@@ -154,8 +153,8 @@ class SharedRows:
             return self._add(list(self._taken(waiting)))
         if waiting:
             ahead.refresh()
-        for request in self._candidates(waiting, ahead):
-            if not ahead.is_short(request) and ahead.can_begin(request) and self._has_room_for(request):
+        for request in ahead.beginning(self._candidates(waiting, ahead)):
+            if self._has_room_for(request):
                 waiting.remove(request)
                 ahead.begin(request, is_shared=bool(self.running))
         if not ahead.has_read:
@@ -173,14 +172,12 @@ class SharedRows:
     def _add_short(self, waiting: deque[Request], ahead: PromptsAhead) -> list[Request]:
         """Admit waiting requests if all but a few of their tokens are known from earlier texts."""
         joining, prefixes, unread = list[Request](), list[Prefix](), 0
-        candidates = self._candidates(waiting, ahead)
-        # The shortest next: a pass takes as long as it has tokens. The first one is not passed for ever.
-        candidates[1:] = sorted(candidates[1:], key=lambda other: (other.turn, ahead.unread(other)))
-        for request in candidates:
+        for request in self._candidates(waiting, ahead):
             if not ahead.is_short(request, unread) or not self._has_room_for(request):
                 continue
             prefixes.append(ahead.prefix(request))
             unread += request.row.tokens - prefixes[-1].tokens
+            ahead.count(request)
             joining.append(request)
             waiting.remove(request)
             self.running[request.index] = request
@@ -190,7 +187,7 @@ class SharedRows:
 
     def _candidates(self, waiting: deque[Request], ahead: PromptsAhead) -> list[Request]:
         """The waiting requests that may be next, up to the first without room: a large one is not passed for ever."""
-        return list(takewhile(self._has_room_for, ahead.candidates(waiting)))
+        return ahead.in_order(list(takewhile(self._has_room_for, ahead.candidates(waiting))))
 
     def _taken(self, waiting: deque[Request]) -> Iterator[Request]:
         """Take requests from the queue while rows and room are free."""

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.request_schemas import ChatBody, CompletionBody
 from lookahead.serving.requests import TokenLogprobs, Update
-from lookahead.serving.stop_texts import StopTexts
-from lookahead.serving.tool_calls import CallReader
+from lookahead.serving.tool_calls import CallReader, StopTexts
 from lookahead.stats import DecodingStats, total
 
 Event = dict[str, Any]
@@ -109,13 +108,13 @@ class Answer:
             names = [tool.function.name for tool in forced or body.tools or []]
         self.choices = [
             Choice(
-                StopTexts(body.stops, keeps=body.include_stop_str_in_output),
+                StopTexts(body.stop, keeps=body.include_stop_str_in_output),
                 CallReader(names, is_forced=forced is not None) if names else None,
             )
-            for _ in range(len(prompts) * body.choices)
+            for _ in range(len(prompts) * body.n)
         ]
         for i, choice in enumerate(self.choices):
-            at = i // body.choices
+            at = i // body.n
             if isinstance(body, CompletionBody) and body.echo:
                 given = body.prompts[at]
                 is_whole = isinstance(given, str) and body.truncate_prompt_tokens is None
@@ -162,7 +161,7 @@ class Answer:
             message |= {"tool_calls": calls} if calls else {}
             choices.append(self._choice(i, "message", message, choice.finish_reason, choice.logprobs))
             if self._body.prompt_logprobs is not None:
-                read = self._prompt_logprobs[i // self._body.choices]
+                read = self._prompt_logprobs[i // self._body.n]
                 choices[i]["prompt_logprobs"] = [None, *(self._of_prompt(each) for each in read[1:])]
         told = {"prompt_logprobs": choices[0]["prompt_logprobs"]} if self._is_chat and self._prompt_logprobs else {}
         return {**self._head, "choices": choices, "usage": self.usage(), **told}

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -117,13 +118,9 @@ class Server(uvicorn.Server):  # type: ignore[misc]  # untyped base class
     ) -> None:
         most = connections or most_connections()
 
-        class Limited(Connection):
-            def __init__(self, *arguments: Any, **options: Any) -> None:
-                super().__init__(*arguments, most=most, **options)
-
         # asyncio accepts up to `backlog` connections before it makes the first of them known.
         options: Any = {"backlog": max(1, most // 2), "timeout_graceful_shutdown": _SHUTDOWN_S}
-        super().__init__(uvicorn.Config(app, http=Limited, log_level=log_level, **options))
+        super().__init__(uvicorn.Config(app, http=partial(Connection, most=most), log_level=log_level, **options))
         self._models, self._last_told = models, -_QUIET_S
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

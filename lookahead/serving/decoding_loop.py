@@ -21,8 +21,7 @@ from lookahead.decoding.scheduler import Scheduler
 from lookahead.errors import ConfigError
 from lookahead.model.facts import decoder_of, input_device, prefills_at_once
 from lookahead.serving.api_errors import queue_full, shutting_down
-from lookahead.serving.output import Output
-from lookahead.serving.requests import GenerationRequest, OnUpdate
+from lookahead.serving.requests import GenerationRequest, OnUpdate, Output
 from lookahead.utils.machine import memory_bytes
 
 _MOST_SLOTS = 4096  # default maximum per row
@@ -205,14 +204,8 @@ class _Lane:
 
     def figures(self) -> dict[str, float]:
         """The figures of `DecodingLoop` for these outputs."""
-        running = self.running
-        return {
-            "running": running,
-            "waiting": len(self._outputs) - running,
-            "cache_bytes": self._scheduler.cache_bytes,
-            "read_tokens": self._read_tokens,
-            "reused_tokens": self._reused_tokens,
-        }
+        counts = {"running": self.running, "waiting": self.waiting, "cache_bytes": self._scheduler.cache_bytes}
+        return counts | {"read_tokens": self._read_tokens, "reused_tokens": self._reused_tokens}
 
     def put(self, output: Output, client: str) -> Output:
         """Add an output. Clients take turns: one waits for as many outputs of others as it has itself."""

@@ -31,7 +31,7 @@ class LlamaBody(CompletionBody):
         None, ge=0.01, le=10, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
     )
     guided_json: dict[str, Any] | str | None = Field(None, validation_alias=AliasChoices("json_schema", "guided_json"))
-    n: Literal[1] | None = None
+    n: Literal[1] = 1
     echo: Literal[False] = False
     logprobs: None = None
     prompt_logprobs: None = None

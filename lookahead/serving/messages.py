@@ -19,7 +19,7 @@ from lookahead.serving.request_schemas import (
     Function,
     NamedTool,
     ResponseFormat,
-    Stops,
+    StopTexts,
     Tool,
     ToolChoice,
 )
@@ -131,9 +131,9 @@ class CountBody(ChatBody):
     system: Content | None = None
     tools: Annotated[list[Annotated[Tool, read_as(BlockTool, _tool_of)]], Field(fail_fast=True)] | None = None
     tool_choice: Annotated[ToolChoice, read_as(BlockChoice, _choice_of)] | None = None
-    stop: Stops = Field(None, validation_alias=AliasChoices("stop_sequences", "stop"))
+    stop: StopTexts = Field([], validation_alias=AliasChoices("stop_sequences", "stop"))
     output_config: OutputConfig | None = None
-    n: Literal[1] | None = None
+    n: Literal[1] = 1
     prompt_logprobs: None = None
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
 

@@ -20,6 +20,7 @@ from lookahead.serving.api_errors import ApiError, invalid
 
 _MOST_NESTED = 1 << 14  # objects and arrays of a body: Python makes and checks each while other threads wait
 _MOST_FIELDS = 64  # listing the errors of a million takes seconds
+_TYPES = frozenset(("bool", "dict", "float", "int", "list", "none", "str"))  # in the paths of pydantic
 _SHOULD = "Input should be "  # how pydantic's messages about types begin
 
 
@@ -48,11 +49,9 @@ class Body(BaseModel):
         if mark in given and inner not in given:
             rest = {name: value for name, value in given.items() if name != "type"}
             given = {"type": given.get("type"), inner: rest}
-        # An unknown field that is null is absent, as clients send what they got.
-        names = _names_of(cls)
-        return {
-            name: each for name, each in given.items() if name in names or not (each is None or name in cls.ignores)
-        }
+        # A field that is null is absent, as clients send what they got.
+        ignored = cls.ignores - _names_of(cls)
+        return {name: each for name, each in given.items() if each is not None and name not in ignored}
 
     @model_validator(mode="after")
     def _is_whole(self) -> Body:
@@ -125,20 +124,13 @@ def _is_of_type(error: Any) -> bool:
 def _path(error: Any) -> list[str | int]:
     """The fields and indices that lead to an error; the branches between are named after types."""
     *outer, last = error["loc"] or [""]
-    path = [part for part in outer if isinstance(part, int) or part in _field_names()]
-    is_named = isinstance(last, int) or last in _field_names() or error["type"] == "extra_forbidden"
-    return [*path, last] if is_named else path
+    path = [part for part in outer if _is_place(part)]
+    return [*path, last] if _is_place(last) or error["type"] == "extra_forbidden" else path
 
 
-@functools.cache
-def _field_names() -> frozenset[str]:
-    """The names of the fields of all bodies and their parts."""
-    kinds, names = [Body], set[str]()
-    while kinds:
-        kind = kinds.pop()
-        kinds += kind.__subclasses__()
-        names |= _names_of(kind)
-    return frozenset(names)
+def _is_place(part: str | int) -> bool:
+    """Whether a part of a path is an index or the name of a field, not a type."""
+    return isinstance(part, int) or (part.isidentifier() and part.islower() and part not in _TYPES)
 
 
 @functools.cache

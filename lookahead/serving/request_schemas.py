@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from lookahead.serving.message_schemas import Content, FunctionName, Message, Text
-from lookahead.serving.parsing import Body
+from lookahead.serving.parsing import Body, read_as
 
 MAX_CHOICES = 128
 _MOST_ENTRIES = 1024
@@ -25,6 +25,10 @@ def _are_few(given: Any) -> Any:
     if isinstance(given, dict) and len(given) > _MOST_ENTRIES:
         raise ValueError(f"must have at most {_MOST_ENTRIES} entries, got {len(given)}")
     return given
+
+
+def _list_of(stop: str | list[str]) -> list[str]:
+    return [stop] if stop and isinstance(stop, str) else list(stop)
 
 
 def _is_no_overflow(temperature: float) -> float:
@@ -40,7 +44,8 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 OptionalText = Annotated[str, StringConstraints(max_length=200)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-Stops = OptionalText | Annotated[list[StopText], Field(max_length=16)] | None
+Stops = OptionalText | Annotated[list[StopText], Field(max_length=16)]
+StopTexts = Annotated[list[str], read_as(Stops, _list_of)]
 Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -134,8 +139,8 @@ class GenerationBody(Body):
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     logit_bias: Biases | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: Stops = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: StopTexts = Field([])
+    n: int = Field(1, ge=1, le=MAX_CHOICES)  # outputs per prompt
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
@@ -158,16 +163,6 @@ class GenerationBody(Body):
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     skip_special_tokens: Literal[True] | None = None
     service_tier: Literal["auto", "default"] | None = None
-
-    @property
-    def choices(self) -> int:
-        """Number of outputs per prompt."""
-        return self.n or 1
-
-    @property
-    def stops(self) -> list[str]:
-        """Texts that end an output and are not part of it."""
-        return [self.stop] if self.stop and isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def prompt_top(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The requests to the decoding loop of a server, and its updates."""
+"""Requests to the decoding loop of a server, their outputs, and the updates for clients."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.decoding.request import Request
+from lookahead.decoding.text_pieces import TextPieces
+from lookahead.engine.row import Row
+from lookahead.errors import UnsupportedModelError
+from lookahead.model.facts import input_device, prefills_at_once
+from lookahead.model.model_kind import kind_of
 from lookahead.stats import DecodingStats
 
+_PART = 512  # tokens of a prompt that are read at once
+_LEAST_LOG = -9999.0  # JSON has no infinity
 EndReason = Literal["stop", "length", "criteria", "cancelled"]
 OnUpdate = Callable[["Update"], None]
 
@@ -79,3 +91,82 @@ class Update:
     def is_last(self) -> bool:
         """Whether this is the last update."""
         return self.end is not None or self.error is not None
+
+
+class Output:
+    """An output of a client.
+
+    Args:
+        request: Its request in a scheduler.
+        tokenizer: The tokenizer.
+        on_update: Gets its updates.
+        asked: The client's request.
+
+    Attributes:
+        has_begun: Whether an update was sent.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: PreTrainedTokenizerBase, on_update: OnUpdate, asked: GenerationRequest
+    ) -> None:
+        self.request, self.has_begun, self._top = request, False, asked.top_logprobs
+        self._hidden_ends = frozenset(asked.hidden_ends)
+        self._pieces, self._on_update = TextPieces(tokenizer), on_update
+
+    def cancel(self) -> None:
+        """End it soon; its last update says `"cancelled"`, unless it has ended."""
+        self.request.is_cancelled = True
+
+    def tell(self) -> None:
+        """Send what the last step wrote, or that the output was cancelled."""
+        request, self.has_begun = self.request, True
+        last = request.last
+        if last is None or (request.is_over and not request.is_finished):
+            self._on_update(Update(text=self._pieces.end(), end="cancelled", stats=request.stats))
+            return
+        tokens = last.tokens.tolist()
+        is_hidden = last.finish_reason == "stop" and tokens[-1] in self._hidden_ends
+        text = self._pieces.put(tokens[:-1] if is_hidden else tokens)
+        if last.finish_reason is not None:
+            text += self._pieces.end()
+        end, error, logprobs = last.finish_reason, last.error, list[TokenLogprobs]()
+        if request.row is not None and self._top is not None and error is None:
+            logprobs = self._logprobs(request.row, tokens)
+        self._on_update(Update(text=text, tokens=tokens, logprobs=logprobs, end=end, error=error, stats=request.stats))
+
+    def _logprobs(self, row: Row, tokens: list[int]) -> list[TokenLogprobs]:
+        """Log-probabilities of new tokens, from the logits that the chooser kept; the logits are dropped."""
+        kept: list[Tensor] = row.chooser.logits[row.place]
+        found = [_logprobs_of(token, logits, self._top or 0) for token, logits in zip(tokens, kept, strict=True)]
+        kept.clear()
+        row.chooser.scores[row.place].clear()
+        return found
+
+
+@torch.inference_mode()
+def prompt_logprobs(model: PreTrainedModel, ids: list[int], top: int) -> list[TokenLogprobs]:
+    """The log-probabilities of a prompt's tokens, and `top` likely ones at each place.
+
+    A long prompt is read in parts, so that its logits take little memory; a thread may be interrupted between them.
+
+    Raises:
+        UnsupportedModelError: The model cannot read a prompt in parts.
+    """
+    causal_lm: Any = model
+    if kind_of(model).has_encoder or (len(ids) > _PART and prefills_at_once(model)):
+        why = "an encoder reads it" if kind_of(model).has_encoder else "it is too long to be read at once"
+        raise UnsupportedModelError(f"{type(model).__name__} gives no log-probabilities of this prompt: {why}")
+    found, cache = [TokenLogprobs(ids[0], None, [])], None
+    for start in range(0, len(ids), _PART):
+        part = torch.tensor([ids[start : start + _PART]], device=input_device(model))
+        read = causal_lm(part, past_key_values=cache, use_cache=len(ids) > _PART)
+        cache = read.get("past_key_values")
+        following = ids[start + 1 : start + 1 + _PART]
+        found += [_logprobs_of(token, logits, top) for token, logits in zip(following, read.logits[0], strict=False)]
+    return found
+
+
+def _logprobs_of(token: int, logits: Tensor, top: int) -> TokenLogprobs:
+    logs = torch.log_softmax(logits.float(), -1).clamp_min(_LEAST_LOG)
+    best = logs.topk(min(top, len(logs)))
+    return TokenLogprobs(token, float(logs[token]), list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))

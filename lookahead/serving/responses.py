@@ -93,7 +93,7 @@ class ResponsesBody(ChatBody):
     instructions: str | None = None
     max_tokens: None = None
     prompt_logprobs: None = None
-    n: Literal[1] | None = None
+    n: Literal[1] = 1
     previous_response_id: str | None = None
     store: bool | None = None
     metadata: Metadata | None = None

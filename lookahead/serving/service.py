@@ -23,10 +23,9 @@ from lookahead.serving.answers import Answer, Event
 from lookahead.serving.api_errors import ApiError, invalid, shutting_down
 from lookahead.serving.decoding_loop import DecodingLoop, PlannedRequest
 from lookahead.serving.metrics import Metrics
-from lookahead.serving.output import Output, prompt_logprobs
 from lookahead.serving.parsing import parsed
 from lookahead.serving.request_schemas import ChatBody, CompletionBody
-from lookahead.serving.requests import TokenLogprobs, Update
+from lookahead.serving.requests import Output, TokenLogprobs, Update, prompt_logprobs
 from lookahead.serving.served_models import HearingModel, ServedModel, ServedModels
 from lookahead.serving.speech import heard, speech_of
 from lookahead.serving.timed_workers import TimedWorkers, left

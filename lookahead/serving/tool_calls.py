@@ -1,4 +1,4 @@
-"""Calls of tools in outputs, in the common formats, read as an output grows."""
+"""What is found in a text as it grows: calls of tools, in the common formats, and the texts that end it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
-
-from lookahead.serving.stop_texts import overlap
 
 _TAGS = "<tool_call>", "[TOOL_CALLS]"  # Hermes and Qwen; Mistral
 _PYTHON = "<|python_tag|>"  # Llama 3, or nothing
@@ -162,3 +160,38 @@ def _decoded(text: str) -> tuple[Any, int]:
         return json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return None, 0
+
+
+class StopTexts:
+    """Cuts a stream of text at the first stop text; a possible beginning of one is held back.
+
+    Args:
+        stops: The stop texts.
+        keeps: Whether the stop text is part of the output.
+
+    Attributes:
+        stop: The one that was found.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
+        self._stops, self._keeps, self._held = stops, keeps, ""
+        self.stop: str | None = None
+
+    def put(self, piece: str, *, is_last: bool = False) -> str:
+        """Add a piece; returns the text that is final."""
+        if self.stop is not None:
+            return ""
+        self._held += piece
+        ends = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if ends:
+            end, self.stop = min(ends)
+            return self._held[: end + len(self.stop) * self._keeps]
+        keep = 0 if is_last else max((overlap(self._held, stop) for stop in self._stops), default=0)
+        certain = self._held[: len(self._held) - keep]
+        self._held = self._held[len(certain) :]
+        return certain
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of a text that a stop text starts with."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

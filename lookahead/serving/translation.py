@@ -111,7 +111,7 @@ class Translator:
         """
         prompts, messages = getattr(body, "prompts", ()), getattr(body, "messages", None) or ()
         if isinstance(body, GenerationBody):
-            outputs, most = body.choices * max(1, len(prompts)), self._most_outputs
+            outputs, most = body.n * max(1, len(prompts)), self._most_outputs
             if most is not None and outputs > most:
                 raise invalid("n", f"the server takes at most {most} outputs at once, got {outputs}")
             if body.truncate_prompt_tokens:
@@ -259,7 +259,7 @@ class Translator:
         if options.get("top_k") == -1:
             options["top_k"] = 0
         is_random = any(options.get(name) for name in ("temperature", "top_p", "top_k", "min_p"))
-        is_random |= body.seed is not None or body.choices > 1
+        is_random |= body.seed is not None or body.n > 1
         if options.get("temperature") == 0:
             options = {"do_sample": False} | ({"repetition_penalty": rp} if (rp := body.repetition_penalty) else {})
         elif is_random:
@@ -267,7 +267,7 @@ class Translator:
         options["max_new_tokens"] = self._new_tokens(ids, most, most_name)
         # Special tokens are not part of the text, so a special stop token is not found there.
         special = self._tokenizer.get_added_vocab()
-        ends = [special[stop] for stop in body.stops if stop in special]
+        ends = [special[stop] for stop in body.stop if stop in special]
         ends += [self._token(str(token), "stop_token_ids") for token in body.stop_token_ids or ()]
         if body.ignore_eos or ends:
             own = [] if body.ignore_eos else end_tokens(resolved(self._model, None, {}, "eos_token_id"))
@@ -282,7 +282,7 @@ class Translator:
             penalties = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
             options["logits_processor"] = [CountPenalties(len(ids), *penalties)]
         return GenerationRequest(
-            ids=ids, inputs=inputs or {}, options=options | _grammar_of(body), choices=body.choices, seed=body.seed,
+            ids=ids, inputs=inputs or {}, options=options | _grammar_of(body), choices=body.n, seed=body.seed,
             prediction=self._prediction(body, most),
             top_logprobs=logprobs, drafts=body.lookahead is None or body.lookahead.draft,
             hidden_ends=() if body.include_stop_str_in_output else body.stop_token_ids or (),
