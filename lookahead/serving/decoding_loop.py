@@ -204,7 +204,11 @@ class _Lane:
 
     def figures(self) -> dict[str, float]:
         """The figures of `DecodingLoop` for these outputs."""
-        counts = {"running": self.running, "waiting": self.waiting, "cache_bytes": self._scheduler.cache_bytes}
+        counts: dict[str, float] = {
+            "running": self.running,
+            "waiting": self.waiting,
+            "cache_bytes": self._scheduler.cache_bytes,
+        }
         return counts | {"read_tokens": self._read_tokens, "reused_tokens": self._reused_tokens}
 
     def put(self, output: Output, client: str) -> Output:

@@ -132,7 +132,8 @@ class ServedModels:
         return self._models[wanted]
 
     def described(self, name: str) -> dict[str, Any]:
-        """A model as `/v1/models` lists it; its context is known once it is loaded."""
+        """A model as `/v1/models` lists it; its context is known once it is loaded. ApiError if it is not served."""
+        self.get(name)
         context = next((each.translator.context for each in self.loaded if each.name == name), None)
         known = {} if context is None else {"max_model_len": context}
         return {"id": name, "object": "model", "created": self._created, "owned_by": "lookahead", **known}

@@ -53,12 +53,8 @@ def heard(served: HearingModel, body: SpeechBody, file: UploadFile, task: str) -
     if form == "json":
         return JSONResponse({"text": text})
     if form == "verbose_json":
-        kind, parts = (
-            "words" if by_words else "segments",
-            [{"id": i, **asdict(each)} for i, each in enumerate(segments)],
-        )
-        if by_words:
-            parts = [{"word": part["text"], "start": part["start"], "end": part["end"]} for part in parts]
+        words = [{"word": each.text, "start": each.start, "end": each.end} for each in segments]
+        parts = {"words": words} if by_words else {"segments": [{"id": i, **asdict(s)} for i, s in enumerate(segments)]}
         told = {"task": task, "language": body.language or "unknown", "duration": len(samples) / rate}
-        return JSONResponse({**told, "text": text, kind: parts})
+        return JSONResponse({**told, "text": text, **parts})
     return PlainTextResponse(f"{text}\n" if form == "text" else subtitles(segments, form))

@@ -50,7 +50,8 @@ class TimedWorkers:
         except (asyncio.TimeoutError, TimeoutError):
             raise ApiError(503, "earlier requests still take too long to read") from None
         limit_s = min(self._limit_s, left(deadline))
-        thread, event_loop = self._idle.pop() if self._idle else TaskThread("lookahead-requests"), _loop()
+        event_loop = asyncio.get_running_loop()
+        thread = self._idle.pop() if self._idle else TaskThread("lookahead-requests")
         future = thread.begin(task)
 
         def end(ended: Any) -> None:
@@ -71,7 +72,7 @@ class TimedWorkers:
         if self._free:
             self._free -= 1
             return
-        turn: asyncio.Future[None] = _loop().create_future()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(turn)
         try:
             await turn
@@ -103,7 +104,3 @@ class TimedWorkers:
 def left(deadline: float) -> float:
     """Seconds left."""
     return max(0.0, deadline - time.monotonic())
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    return asyncio.get_running_loop()

@@ -140,7 +140,6 @@ def make_app(
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        models.get(name)
         return JSONResponse(models.described(name))
 
     @app.get("/version")
