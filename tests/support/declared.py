@@ -25,6 +25,10 @@ DELTA = {
     "shared_expert_intermediate_size": 256,
 }  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+SCALED = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
 GROUPS = {
     "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 128, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
@@ -49,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SmolLM3": {"no_rope_layers": [1, 0, 1]},
     "Mistral": {"sliding_window": 16},
     "Ministral": WINDOWS,
+    "Ministral3": {"rope_parameters": SCALED},
     "SeedOss": {},
     "HunYuanDenseV1": {},
     "Exaone4": {**WINDOWS, "sliding_window_pattern": 2},

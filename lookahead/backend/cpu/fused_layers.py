@@ -242,6 +242,9 @@ def _layer_forward(layer: DeclaredLayer, *args: Any, **kwargs: Any) -> Any:
         args = hidden, *more
     positions, cache = kwargs.get("position_embeddings"), kwargs.get(layer.family.cache or CACHE)
     has_positions = not layer.angles or (positions is not None and positions[0].shape[-1] == layer.angles)
+    reach, places = layer.reach, kwargs.get("position_ids")
+    if reach is not None and (places is None or int(places.max()) >= reach):
+        return type(layer.module).forward(layer.module, *args, **kwargs)
     # A cache under another name would be ignored.
     if len(args) != 1 or not has_positions or cache is None or not takes(args[0], layer.norms[0], layer.experts):
         return type(layer.module).forward(layer.module, *args, **kwargs)

@@ -144,6 +144,8 @@ def _more_inputs(layer: DeclaredLayer, source: torch.Generator, x: Tensor) -> Ca
     if part is not None and part.shared:
         shape = rows, part.heads[1], tokens, part.dim
         shared[part.shared] = tuple(_random(source, *shape).to(x.dtype) for _ in range(2))
+    if layer.reach is not None:
+        more["position_ids"] = torch.zeros(rows, tokens, dtype=torch.int64, device="cpu")
     sizes = [one.mixer.gate.outputs for one in layer.residuals if isinstance(one.mixer, Mlp) and one.mixer.is_beside]
     if sizes:
         more[layer.family.beside] = _random(source, rows, tokens, *sizes).to(x.dtype)

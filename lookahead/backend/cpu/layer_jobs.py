@@ -53,6 +53,7 @@ class DeclaredLayer:
         called: Its mixer that runs its own code, if it has one.
         experts: Its mixture of experts, if it has one.
         angles: Cosines of a token in its rotary embedding; 0 for none.
+        reach: The first position at which it runs its own code, or None.
         linears: Its linear layers, each once.
         norms: Its norms.
         known: What is kept about its weights.
@@ -65,7 +66,7 @@ class DeclaredLayer:
         self.recurrence = next((mixer for mixer in mixers if isinstance(mixer, Recurrence)), None)
         self.called = next((mixer for mixer in mixers if isinstance(mixer, Called)), None)
         self.experts = next((mixer for mixer in mixers if isinstance(mixer, Experts)), None)
-        self.angles = self.rope.angles if self.rope else 0
+        self.angles, self.reach = self.rope.angles if self.rope else 0, self.attention and self.attention.reach
         self.linears: list[Any] = list(dict.fromkeys(part.module for mixer in mixers for part in mixer.products))
         self.norms = [norm for part in residuals for norm in part.norms]
         self.known: dict[Any, Any] = {}

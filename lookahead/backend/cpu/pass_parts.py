@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from lookahead.backend.cpu.fused_layers import name_of
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.tree_mixers import TreeMixer
@@ -33,6 +35,11 @@ class PassParts(NamedTuple):
         """The layers that have keys and values of their own."""
         parts = [layer.attention for layer in self.layers]
         return [at for at, part in enumerate(parts) if part is not None and part.source is None]
+
+    @property
+    def reach(self) -> int | None:
+        """The first position at which a layer runs its own code; None if there is none."""
+        return min((layer.reach for layer in self.layers if layer.reach is not None), default=None)
 
     @property
     def beside(self) -> int:
@@ -94,3 +101,10 @@ def settings_of(watched: Watched) -> list[float]:
         *(0 if tensor.is_inference() else tensor._version for tensor in copied),
         *(getattr(module, name) for module, name in watched.numbers),
     ]
+
+
+def padded(flat: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
+    """Scatter concatenated rows, `[1, tokens, size]`, to their places in `[rows, width, size]`."""
+    out = flat.new_empty(rows, width, flat.shape[2])
+    out.flatten(0, 1).index_copy_(0, places, flat[0])
+    return out

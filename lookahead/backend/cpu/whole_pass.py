@@ -23,7 +23,7 @@ from lookahead.backend.cpu.exact_attention import has_bits, has_bits_behind_wind
 from lookahead.backend.cpu.fused_layers import FusedLayers, is_bare
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
-from lookahead.backend.cpu.pass_parts import PassParts, owners_of, placeholders_of
+from lookahead.backend.cpu.pass_parts import PassParts, owners_of, padded, placeholders_of
 from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassContext, PassTable
 from lookahead.backend.cpu.routing import serves
 from lookahead.backend.cpu.tree_mixers import TreeMixer
@@ -91,7 +91,7 @@ class WholePass:
         self._linears, self._family = parts.linears, parts.layers[0].family
         self._threads = threads  # of a pass, by torch's number of threads; kept with the model
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
-        self._with_experts = next((layer for layer in parts.layers if layer.experts), None)
+        self._with_experts, self._reach = next((layer for layer in parts.layers if layer.experts), None), parts.reach
         self._windows = {limits.window for limits in parts.limits if limits.window}
         self._ropes = list(dict.fromkeys(rope.kind for layer in parts.layers if (rope := layer.rope)))
         attentions = [layer.attention for layer in parts.layers if layer.attention]
@@ -188,7 +188,7 @@ class WholePass:
             logits = logits if is_gemma3 else self._finished(logits, model.config.get_text_config())
         if kept is None:
             return logits, states
-        return _padded(logits, kept, rows, width), {at: _padded(each, kept, rows, width) for at, each in states.items()}
+        return padded(logits, kept, rows, width), {at: padded(each, kept, rows, width) for at, each in states.items()}
 
     def _checked(self, tree_pass: TreePass, cache: TreeCache, kind: tuple[Any, ...], tokens: int) -> PassTable | None:
         """The table of a kind of passes, for the model as it is now; None if it must run its own code."""
@@ -254,6 +254,8 @@ class WholePass:
         sizes = [len(tree.tokens) for tree in trees]
         if not trees or max(sizes) > MAX_TABLE_NODES or sum(sizes) > MAX_BATCH_NODES:
             return False
+        if self._reach is not None and int(tree_pass.positions.max()) >= self._reach:
+            return False
         if self._placeholders and not self._placeholders.isdisjoint(tree_pass.tokens.flatten().tolist()):
             return False
         # In half precision the nodes of several rows have the bits of each row alone, or of one batch.
@@ -309,13 +311,6 @@ class WholePass:
             crops = all(window in (tree_pass.windows or ()) for window in reached)
             return self._has_bits and (not reached or (crops and self._has_bits_behind_windows))
         return bool(self._query_size * (nodes - len(trees)) * end <= exact_attention.MAX_KERNEL_PRODUCTS)
-
-
-def _padded(flat: Tensor, places: Tensor, rows: int, width: int) -> Tensor:
-    """Scatter concatenated rows, `[1, tokens, size]`, to their places in `[rows, width, size]`."""
-    padded = flat.new_empty(rows, width, flat.shape[2])
-    padded.flatten(0, 1).index_copy_(0, places, flat[0])
-    return padded
 
 
 def _has_bits(part: SelfAttention) -> bool:

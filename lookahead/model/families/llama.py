@@ -1,4 +1,4 @@
-"""Llama and the families that keep its layer: Mistral, Ministral, Qwen, SmolLM3, Seed-OSS, Hunyuan, EXAONE, CWM."""
+"""Llama and families that keep its layer: Mistral, Ministral, Qwen, SmolLM3, Seed-OSS, Hunyuan, EXAONE, CWM."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ def _llama(layer: Any) -> tuple[Residual, ...]:
 def _mistral(layer: Any) -> tuple[Residual, ...]:
     window = getattr(layer.self_attn.config, "sliding_window", None)
     return _layer(layer, attention(layer.self_attn, sliding_window=window))
+
+
+def _ministral3(layer: Any) -> tuple[Residual, ...]:
+    config = layer.self_attn.config
+    reach = config.rope_parameters["original_max_position_embeddings"]  # from there on queries get a factor
+    attended = attention(layer.self_attn, sliding_window=getattr(config, "sliding_window", None))
+    return _layer(layer, attended._replace(reach=reach))
 
 
 def _qwen2(layer: Any) -> tuple[Residual, ...]:
@@ -69,6 +76,7 @@ FAMILIES = (
     Family("qwen2", "Qwen2", _qwen2),
     Family("qwen3", "Qwen3", _qwen3),
     Family("ministral", "Ministral", _qwen2),
+    Family("ministral3", "Ministral3", _ministral3),
     Family("cwm", "Cwm", _qwen2),
     Family("smollm3", "SmolLM3", _smollm3),
     Family("seed_oss", "SeedOss", _llama),

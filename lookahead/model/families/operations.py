@@ -108,6 +108,7 @@ class SelfAttention(NamedTuple):
         has_keys: Whether the first product has a query of each head, its key and its value.
         source: The layer whose keys and values it reads; None for its own.
         shared: The name under which layers share keys and values; empty if this one neither reads nor lends any.
+        reach: The first position at which it computes otherwise than declared; None if there is none.
     """
 
     module: Any
@@ -123,6 +124,7 @@ class SelfAttention(NamedTuple):
     has_keys: bool = False
     source: int | None = None
     shared: str = ""
+    reach: int | None = None
 
     @property
     def width(self) -> int:
