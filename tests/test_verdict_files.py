@@ -19,9 +19,11 @@ import lookahead
 from lookahead.backend.probes import picking_few
 from lookahead.backend.support import Support
 from lookahead.loading.quantized import QuantizedLinear
-from lookahead.model import model_state
+from lookahead.model import model_state, state_scope
 from lookahead.model.known_code import users_code
 from lookahead.model.model_state import recognise, state_of
+from lookahead.model.state_layers import KEEPS_STATES
+from lookahead.model.state_scope import Mixers, mixers_of
 from lookahead.model.verdict_files import verdict_file
 from lookahead.utils.kept_values import truth
 from tests.conftest import _random_llama
@@ -223,6 +225,19 @@ def test_a_file_of_verdicts_that_holds_something_else_is_written_anew(text, kept
 def test_a_value_that_is_no_support_is_refused(values):
     with pytest.raises((KeyError, TypeError, ValueError)):
         Support.of(values)
+
+
+@pytest.mark.skipif(not KEEPS_STATES, reason="states are not in caches of this transformers")
+def test_the_modules_with_states_are_found_once_for_all_processes(monkeypatch):
+    found = mixers_of(build(FAMILIES["Lfm2"]))
+    monkeypatch.setattr(state_scope, "_find_mixers", lambda *_: pytest.fail("they are found again"))
+    assert found.layers and mixers_of(build(FAMILIES["Lfm2"])) == found
+
+
+@pytest.mark.parametrize("value", [3, [], [{}], [3, 4], [{"layers.0": [0]}, "4"], [{"layers.0": ["0"]}, 4]])
+def test_a_value_that_names_no_modules_with_states_is_refused(value):
+    with pytest.raises((TypeError, ValueError)):
+        Mixers.of(value)
 
 
 def test_a_folder_that_cannot_be_written_costs_a_probe_in_every_process(kept):

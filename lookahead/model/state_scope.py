@@ -32,6 +32,15 @@ class Mixers(NamedTuple):
     def __bool__(self) -> bool:
         return bool(self.layers)
 
+    @classmethod
+    def of(cls, value: Any) -> Mixers:
+        """Parse a stored value; TypeError or ValueError for anything else."""
+        layers, node_bytes = value
+        numbers = [node_bytes, *(at for some in dict(layers).values() for at in some)]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise TypeError(f"it must have whole numbers, got {value!r}")
+        return cls(layers, node_bytes)
+
 
 _NONE = Mixers({}, 0)
 
@@ -114,12 +123,12 @@ def _forward(
 def mixers_of(model: PreTrainedModel) -> Mixers:
     """The modules of a model that read and write cache states; none if a `TreeCache` cannot hold the states.
 
-    The first call for a model finds them by a pass over one token.
+    The first call for a model finds them by a pass over one token, and a file keeps them for later processes.
     """
     layers = cache_layers(model.config.get_text_config(decoder=True))
     if not layers or decoder_of(model) is not model or any(unserved_layers(layers)):
         return _NONE
-    return state_of(model).probed("mixers", model, partial(_find_mixers, model, layers))
+    return state_of(model).probed("mixers", model, partial(_find_mixers, model, layers), Mixers.of)
 
 
 def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
