@@ -96,7 +96,7 @@ for dtype in (np.int32, np.int64):
     for _ in range(2):  # the second process finds the code
         command = [sys.executable, "-c", script]
         told.append(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr)
-    line = "compiling code for drafts and attention, once per installation and kind of model: up to 20 s"
+    line = "compiling code for drafts and attention, once per installation and kind of model: up to a minute"
     assert [each.splitlines() for each in told] == [["another package", line], ["another package"]]
 
 

@@ -313,6 +313,32 @@ def test_links_lead_to_files(page: str) -> None:
         assert (PAGES[page].parent / link).exists(), link
 
 
+# What a reader looks for first: a command, and a page that has it.
+NEEDS = {
+    "a first summary": ("lookahead summarize", "docs/jobs.md"),
+    "my own model": ('lookahead.load("PATH_OR_ID"', "docs/models.md"),
+    "a GGUF file": ("--quantize gguf", "docs/models.md"),
+    "a server": ("lookahead serve", "docs/serving.md"),
+    "an edit with a prediction": ("--prediction", "docs/edits.md"),
+    "speech": ("lookahead transcribe", "docs/speech.md"),
+    "how fast it is": ("lookahead bench", "docs/how-fast.md"),
+    "whether it is exact": ("lookahead bench", "docs/is-it-exact.md"),
+}
+
+
+@pytest.mark.parametrize("need", NEEDS)
+def test_a_reader_of_the_readme_finds_what_is_needed_in_two_links(need: str) -> None:
+    command, page = NEEDS[need]
+    near = {"README.md"}
+    for _ in range(2):
+        near |= {
+            os.path.normpath(PAGES[name].parent.relative_to(ROOT) / link)
+            for name in near & PAGES.keys()
+            for link in links_of(PAGES[name].read_text("utf-8"))
+        }
+    assert page in near and any(command in block.code for block in blocks_of(PAGES[page].read_text("utf-8")))
+
+
 def test_a_page_is_read_in_one_sitting_unless_it_is_reference() -> None:
     reference = PAGES["docs/README.md"].read_text("utf-8").partition("## Reference\n")[2].partition("\n## ")[0]
     for name, page in PAGES.items():

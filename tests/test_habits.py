@@ -53,7 +53,7 @@ def test_options_that_are_saved_under_a_name_are_taken_by_it(run: Run, kept: Pat
 def test_options_of_another_command_or_name_are_refused(run: Run, kept: Path) -> None:
     assert run("chat", "--save", "talk", "--session", "s.json").exit_code == 0
     assert "'lookahead generate' has no session" in " ".join(run("generate", "abab", "-t", "talk").stderr.split())
-    assert "no options are kept as 'gone'; there are talk" in run("generate", "abab", "-t", "gone").stderr
+    assert "'gone'; the names that are kept: talk" in run("generate", "abab", "-t", "gone").stderr
     assert "must be letters, digits" in run("generate", "abab", "--save", "../x").stderr
     (kept / "templates" / "talk.json").write_text('{"save": "other"}')  # it would keep options, and not chat
     assert "'lookahead chat' has no save" in " ".join(run("chat", "-t", "talk").stderr.split())

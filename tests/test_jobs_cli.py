@@ -57,7 +57,7 @@ def test_a_stopped_job_is_resumed_by_the_same_command(summarize, docs, monkeypat
     assert "writing failed: No space left on device; 4 finished summaries in out.jsonl; --resume" in stopped.stderr
     assert "is of a job that did not finish; pass --resume" in only_error(summarize(docs, "-o", "out.jsonl"))
     resumed = summarize(docs, "-o", "out.jsonl", "--resume")
-    assert "1 document summarized, 1 with the text of another, 4 finished before, 1 failed" in resumed.stderr
+    assert "1 document summarized, 1 with the same text as another, 4 finished before, 1 failed" in resumed.stderr
     for whole, mine in zip(records("whole.jsonl"), records("out.jsonl"), strict=True):
         assert {**whole, "stats": None} == {**mine, "stats": None}
 
@@ -113,7 +113,7 @@ def test_an_output_that_ends_in_parquet_is_one(summarize, docs):
     assert table["id"].to_pylist() == [f"d{i}" for i in range(6)]
     assert table["copy_of"].to_pylist()[-1] == "d0"
     assert records("out.parquet.rejects.jsonl")[0]["id"] == "docs.jsonl:4"
-    assert "5 documents summarized, 1 with the text of another, 1 failed; " in result.stderr
+    assert "5 documents summarized, 1 with the same text as another, 1 failed; " in result.stderr
 
 
 @pytest.mark.parametrize(

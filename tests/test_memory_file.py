@@ -232,7 +232,7 @@ def test_calls_with_a_memory_file_share_it_and_leave_the_shared_memory_alone(tmp
         assert not state.memory.recycled.entries["key"].any()
         assert not (tmp_path / "a.lkm").exists()
         assert lookahead.save_memory(tiny_llama, tmp_path / "a.lkm")
-        with pytest.raises(PoolError, match=r"b\.lkm: cannot be saved: no call of this model had this memory"):
+        with pytest.raises(PoolError, match=r"b\.lkm: cannot be saved: no call of this model used this memory"):
             lookahead.save_memory(tiny_llama, tmp_path / "b.lkm")
 
 
@@ -333,7 +333,7 @@ def test_a_model_that_is_decoded_without_drafts_gets_no_memory_of_its_vocabulary
     chat_tokenizer.save_pretrained("recurrent")
     result = command("memory", "build", "--model", "recurrent", "-o", "m.lkm")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "m.lkm: of no use, this model is decoded without drafts: its state is sequential" in result.stderr
+    assert "m.lkm: useless for this model, which is decoded without drafts: its state is sequential" in result.stderr
     assert not Path("m.lkm").exists()
 
 
@@ -391,4 +391,4 @@ def test_a_dry_run_leaves_the_memory_alone(command, tmp_path):
 def test_a_server_keeps_the_memory_of_one_model_alone(command):
     result = command("serve", "model", "model", "--memory", "m.lkm")
     assert result.exit_code == 2
-    assert "memory m.lkm is that of one model: name one model to serve" in result.stderr
+    assert "memory m.lkm belongs to one model: serve one model" in result.stderr

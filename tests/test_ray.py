@@ -93,7 +93,7 @@ def test_a_job_on_a_cluster_goes_on_with_a_local_one_and_writes_the_same(summari
     assert summarize(docs, "-o", "local.jsonl").exit_code == 1  # one line of docs is none
     assert summarize(docs, "-o", "out.jsonl", "--limit", "3").exit_code == 0
     done = summarize(docs, "-o", "out.jsonl", "--resume", "--ray", "--workers", "1")
-    assert "6 documents summarized, 1 with the text of another, 3 finished before, 1 failed" in done.stderr
+    assert "6 documents summarized, 1 with the same text as another, 3 finished before, 1 failed" in done.stderr
     assert lines_of("out.jsonl") == lines_of("local.jsonl")
     assert lines_of("out.jsonl.rejects.jsonl") == lines_of("local.jsonl.rejects.jsonl")
     assert manifest("out.jsonl")["job"] == manifest("local.jsonl")["job"]
@@ -103,7 +103,7 @@ def test_a_job_on_a_cluster_goes_on_with_a_local_one_and_writes_the_same(summari
 def test_a_local_job_goes_on_with_one_of_a_cluster(summarize, docs):
     assert summarize(docs, "-o", "out.jsonl", "--limit", "3", *TWO, "--rows", "2").exit_code == 0
     done = summarize(docs, "-o", "out.jsonl", "--resume")
-    assert "6 documents summarized, 1 with the text of another, 3 finished before, 1 failed" in done.stderr
+    assert "6 documents summarized, 1 with the same text as another, 3 finished before, 1 failed" in done.stderr
     assert summarize(docs, "-o", "local.jsonl").exit_code == 1
     assert lines_of("out.jsonl") == lines_of("local.jsonl")
 

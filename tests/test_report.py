@@ -312,7 +312,7 @@ def test_a_report_replaces_a_report_and_no_other_file(run, tmp_path) -> None:
         ("blank.jsonl", b"\n\n", "blank.jsonl is empty"),
         ("docs.jsonl", b'{"id": 1, "text": "x"}\n' * 3, "line 1 has neither summary nor stats, but 'id', 'text'"),
         ("prose.txt", b"Once upon a time", "holds no results of 'lookahead summarize'"),
-        ("rejects.jsonl", b'{"id": 1, "error": "x"}\n', "line 1 is of a file of rejects"),
+        ("rejects.jsonl", b'{"id": 1, "error": "x"}\n', "line 1 belongs to a file of rejects"),
         ("picture.png", bytes(range(256)) * 40, "line 1 is not JSON"),
         ("long.jsonl", b"no\n" * (PATIENCE + 5) + json.dumps(line()).encode(), "line 1 is not JSON"),
         ("bad.parquet", b"PAR1 and nothing else", "bad.parquet: cannot be read as Parquet: "),

@@ -160,7 +160,7 @@ WHAT_IS_NONE = {
     b"null\n": "is a NoneType, not a JSON object",
     b"{}\n": "has neither summary nor stats, but nothing",
     b'{"id": 1, "text": "x"}\n': "has neither summary nor stats, but 'id', 'text'",
-    b'{"id": 1, "error": "x"}\n': "is of a file of rejects",
+    b'{"id": 1, "error": "x"}\n': "belongs to a file of rejects",
 }
 
 

@@ -69,7 +69,7 @@ def test_suggestions_are_printed_as_an_estimate_and_as_json() -> None:
 def test_a_default_of_ones_own_serves_commands_that_name_no_model(model_folder: Path, own_settings: Path) -> None:
     assert default_name() == "smollm2"
     said = run("models", "--default", str(model_folder))
-    assert said.exit_code == 0 and f"commands that name no model take {model_folder}" in said.stderr
+    assert said.exit_code == 0 and f"commands without --model use {model_folder}" in said.stderr
     assert default_name() == str(model_folder)
     assert run("models", "--default", "./gone").exit_code == 2 and default_name() == str(model_folder)
     (own_settings / "here").symlink_to(model_folder)
@@ -217,6 +217,6 @@ def test_the_default_model_says_that_it_demonstrates(capsys: pytest.CaptureFixtu
     from lookahead.cli.terminal import tell_if_demonstration
 
     tell_if_demonstration("smollm2")
-    assert "demonstrates only: -m names a better one" in " ".join(capsys.readouterr().err.split())
+    assert "is only for demonstration: -m names a better one" in " ".join(capsys.readouterr().err.split())
     tell_if_demonstration("maker/tiny")
     assert capsys.readouterr().err == "" and lookahead.load

@@ -85,7 +85,7 @@ def test_the_transcript_has_the_text_and_times_of_generate(
     got = json.loads(result.stdout)
     assert [Segment(**each) for each in got["segments"]] == wanted
     assert got["text"] == " ".join(each.text for each in wanted) and got["file"] == file
-    assert re.search(r"s of sound in [\d.]+ s, [\d.]+ times as fast as it plays", result.stderr)
+    assert re.search(r"s of sound in [\d.]+ s, [\d.]+ times real time", result.stderr)
     assert transcribe(file, *words).stdout.split("\n")[:-1] == [each.text for each in wanted]
 
 

@@ -254,10 +254,10 @@ class Chat:
             ending = f", loops{ending}"
         if conversation.stream.finish_reason == "length" and not was_stopped:
             is_limit = stats.emitted_tokens >= self._max_new_tokens
-            ending += ", cut at --max-new-tokens" if is_limit else ", cut as the context is full"
+            ending += ", cut at --max-new-tokens" if is_limit else ", cut because the context is full"
         _hint(
-            f"{stats.emitted_tokens} tokens, the first after {stats.ttft_s:.1f} s, {stats.tokens_per_s:.1f} tokens/s, "
-            f"{stats.mean_acceptance_length:.2f} tokens a pass{ending}"
+            f"{count(stats.emitted_tokens, 'token')}, the first after {stats.ttft_s:.1f} s, "
+            f"{stats.tokens_per_s:.1f} tokens/s, {stats.mean_acceptance_length:.2f} tokens a pass{ending}"
         )
         self._save()
         self._log(message, str(conversation.history[-1].get("content", "")))

@@ -58,7 +58,7 @@ def _use_template(context: typer.Context, name: str | None) -> str | None:
                 values = dict(read_json(file))
             except FileNotFoundError as error:
                 names = ", ".join(sorted(path.stem for path in file.parent.glob("*.json")))
-                others = f"there are {names}" if names else "--save NAME keeps some"
+                others = f"the names that are kept: {names}" if names else "--save NAME keeps some"
                 raise ConfigError(f"no options are kept as {name!r}; {others}") from error
             except (OSError, ValueError, TypeError) as error:
                 raise ConfigError(f"{file}: not a file of options: {one_line(error)}") from error
@@ -99,7 +99,7 @@ def last_session(session: Path | None, *, is_continued: bool) -> Path | None:
     if not is_continued:
         return session
     if session is not None:
-        raise ConfigError("--continue is for the last chat, and --session names one: pass one of them")
+        raise ConfigError("--continue means the last chat, and --session names another: pass one of them")
     note = kept(_LAST_CHAT)
     try:
         return Path(_checked(read_json(note)))
@@ -166,7 +166,7 @@ def log(options: LogOptions) -> None:
       lookahead log --off
     """
     if options.on and options.off:
-        raise ConfigError("pass one of --on and --off")
+        raise ConfigError("pass either --on or --off")
     file = kept("log.db")
     if not file.exists() and not options.on:
         show_line(sys.stderr, f"nothing is kept; 'lookahead log --on' keeps prompts and answers in {file}")

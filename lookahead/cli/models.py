@@ -22,7 +22,7 @@ _BREAKS = dict.fromkeys(map(ord, "\t\n\u2028\u2029"), "\ufffd")
 class ModelsOptions:
     suggest: bool = option(False, "List models of the Hub that fit this machine's memory, with an estimate of speed.")
     default: str | None = option(
-        None, "Take this model from now on where a command names none; smollm2 undoes it.", metavar="NAME"
+        None, "Use this model from now on in commands without --model; smollm2 undoes it.", metavar="NAME"
     )
     device: str | None = option(None, "Device of --suggest: cpu, cuda, ... (default: a GPU if there is one)")
     as_json: bool = option(False, "Print one JSON object per line.", "--json")
@@ -45,7 +45,7 @@ def models(options: ModelsOptions) -> None:
 
     if options.default is not None:
         file = choose_default(options.default)
-        show_line(sys.stderr, f"commands that name no model take {default_name()}, as {file} says")
+        show_line(sys.stderr, f"commands without --model use {default_name()} from now on; {file} keeps the choice")
         return
     if options.suggest:
         _suggest(options)

@@ -79,7 +79,7 @@ def serve(options: ServeOptions) -> None:
     names = options.models or options.model or [default_name()]
     locations = [locate_model(name)[0] for name in names]
     if options.memory is not None and len(names) > 1:
-        raise ConfigError(f"memory {options.memory} is that of one model: name one model to serve")
+        raise ConfigError(f"memory {options.memory} belongs to one model: serve one model")
     keys = _keys(options)
     config: Any = options.config()
     from lookahead.serving.connections import Server, listen
@@ -132,7 +132,7 @@ def serve(options: ServeOptions) -> None:
 def _keys(options: ServeOptions) -> list[str]:
     """The API keys: of the command line, else of a file, else of the environment, which other users do not see."""
     if options.api_key is not None and options.api_key_file is not None:
-        raise ConfigError("pass one of --api-key and --api-key-file")
+        raise ConfigError("pass either --api-key or --api-key-file")
     given = os.environ.get("LOOKAHEAD_API_KEY") if options.api_key is None else options.api_key
     if options.api_key_file is None:
         return [] if given is None else [_checked(given)]

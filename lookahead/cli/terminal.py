@@ -202,7 +202,7 @@ def tell_if_demonstration(model: str) -> None:
     """Say that the default model only demonstrates, and how to choose a better one."""
     if model == loading.DEFAULT_MODEL:
         better = "-m names a better one, and 'lookahead models --suggest' lists those that fit this machine"
-        say("note", f"{model} has 135 million parameters and demonstrates only: {better}")
+        say("note", f"{model} has 135 million parameters and is only for demonstration: {better}")
 
 
 def _load(options: ModelOptions, name: str, dtype: str) -> loading.LoadedModel:

@@ -99,7 +99,7 @@ def transcribe(options: TranscribeOptions) -> None:
                     console(sys.stdout).print(Rule(Text(harmless(str(sound)), "bold"), align="left"))
                 print(harmless(text), end="", flush=True)
             length, seconds = len(samples) / rate, time.monotonic() - started
-            speed = f"{length:.1f} s of sound in {seconds:.1f} s, {length / seconds:.1f} times as fast as it plays"
+            speed = f"{length:.1f} s of sound in {seconds:.1f} s, {length / seconds:.1f} times real time"
             show_line(sys.stderr, Text(harmless(f"{sound.name}: {speed}"), "dim"))
     if failed:
         raise typer.Exit(1)

@@ -79,7 +79,7 @@ def decode(
         model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs
     )
     if torch.is_grad_enabled() and (loop := own_loop(model, generation_config)) is not None:
-        warn("decoded by transformers alone: gradients are recorded, which passes over drafts do not")
+        warn("decoded by transformers alone: gradients are recorded, and passes over drafts record none")
         given: Any = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
         given |= {"generation_config": generation_config, "streamer": lookahead_streamer, **model_kwargs}
         return cast(Tensor | GenerateOutput, loop(model, input_ids, **given))

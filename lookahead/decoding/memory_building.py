@@ -63,7 +63,7 @@ def save_memory(model: PreTrainedModel, path: str | os.PathLike[str]) -> bool:
     with learned.lock:
         opened = learned.of(ProposerState, ProposerState).files.get(os.path.realpath(name))
         if opened is None:
-            raise PoolError(f"{name}: cannot be saved: no call of this model had this memory")
+            raise PoolError(f"{name}: cannot be saved: no call of this model used this memory")
         memory, header = opened
         new, old = records_of(memory.recycled, header.vocabulary)
     if len(new):
@@ -134,7 +134,7 @@ def build_memory(
             raise PoolError(f"{path}: no document to learn from, {totals.rejected} could not be used")
     else:
         if (support := support_of(model, shortest=1, max_length=2)).shape == "none":
-            raise PoolError(f"{path}: of no use, this model is decoded without drafts: {support.reason}")
+            raise PoolError(f"{path}: useless for this model, which is decoded without drafts: {support.reason}")
         size = header.vocabulary if source.max_tokens is None else min(source.max_tokens, header.vocabulary)
         for totals.tokens in learn_vocabulary(table, model, source.tokenizer, size):
             source.observer(totals, None)

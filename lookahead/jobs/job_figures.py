@@ -40,7 +40,7 @@ def speed_of(totals: JobTotals, seconds: float) -> float:
 
 def describe_totals(totals: JobTotals, seconds: float) -> str:
     """One line about a job that took `seconds`."""
-    copied = f", {totals.copied} with the text of another" if totals.copied else ""
+    copied = f", {totals.copied} with the same text as another" if totals.copied else ""
     earlier = f", {totals.earlier} finished before" if totals.earlier else ""
     failed = f", {totals.rejected} failed" if totals.rejected else ""
     skipped = f", {count(totals.skipped, 'file')} skipped" if totals.skipped else ""
@@ -86,7 +86,7 @@ def estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
         measured = f"{estimate.timed_parts:,} of {estimate.tried_parts:,} parts of {measured}"
     return [
         ("documents", f"{estimate.documents:,}"),
-        ("of them with the text of another", f"{estimate.copies:,}"),
+        ("of them with the same text as another", f"{estimate.copies:,}"),
         ("failed", f"{estimate.failed:,}"),
         ("document tokens", f"{estimate.document_tokens:,}"),
         ("parts", f"{estimate.parts:,}"),

@@ -102,13 +102,15 @@ class Line:
         """
         if not (is_reject or "summary" in record or "stats" in record):
             names = ", ".join(map(repr, islice(record, 4))) or "nothing"
-            what = "is of a file of rejects" if "error" in record else f"has neither summary nor stats, but {names}"
+            what = (
+                "belongs to a file of rejects" if "error" in record else f"has neither summary nor stats, but {names}"
+            )
             raise ValueError(what)
         known = _FIELDS[is_reject]
         values = {name: _value_in(record, name, is_reject, leaves_gaps) for name in known}
         line = cls(**values, others={name: value for name, value in record.items() if name not in known})
         if job not in (None, line.fingerprint):
-            raise ValueError(f"is of job {line.fingerprint}, not of {job}")
+            raise ValueError(f"belongs to job {line.fingerprint}, not to {job}")
         return line
 
     def to_json(self) -> Record:

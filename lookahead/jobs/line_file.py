@@ -90,7 +90,7 @@ class LineFile(ExitStack):
             try:
                 line = self._read(parse_line(file.readline()))
                 if line.document != content.hex():
-                    raise ValueError("is of another text")
+                    raise ValueError("belongs to another text")
             except ValueError as error:
                 file.seek(0)
                 raise self._damage(file.read(offset).count(b"\n") + 1, str(error)) from error

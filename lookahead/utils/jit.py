@@ -112,7 +112,7 @@ class _CacheFile(_NumbasFile):  # type: ignore[misc]
 @functools.cache
 def _tell() -> None:
     """Say once per process that functions are being compiled."""
-    _log.warning("compiling code for drafts and attention, once per installation and kind of model: up to 20 s")
+    _log.warning("compiling code for drafts and attention, once per installation and kind of model: up to a minute")
 
 
 class _Cache(_NumbasCache):  # type: ignore[misc]
