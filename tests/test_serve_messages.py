@@ -177,6 +177,7 @@ def test_what_coding_agents_send_besides_is_accepted(server, messages):
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "a tool_use needs id"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
         ({"window": 3}, "window: unknown field"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools: cannot be set by clients"),
     ],
     ids=str,
 )

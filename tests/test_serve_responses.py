@@ -172,6 +172,7 @@ def test_a_schema_and_log_probabilities_are_those_of_the_chat(server):
         ({"max_tokens": 3}, "max_tokens"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"window": 3}, "window: unknown field"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools: cannot be set by clients"),
         ({"text": {"format": {"type": "json_schema"}}}, "response_format.json_schema"),
     ],
     ids=str,

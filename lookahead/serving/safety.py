@@ -33,22 +33,22 @@ class Guard:
 
     Args:
         app: The application.
-        hosts: Further names of this server.
-        api_keys: The bearer tokens of which clients must send one; none if empty.
-        max_body: Maximum bytes of a request.
         origins: Allowed origins of web pages.
         on_answer: Called with the path and the status of every answer.
+        hosts: Names that the header `Host` may have besides `localhost` and IP addresses.
+        api_keys: The keys of which clients must send one; none if empty.
+        max_body: Maximum bytes of a request.
     """
 
     def __init__(
         self,
         app: Any,
         *,
-        hosts: Collection[str],
-        api_keys: Sequence[str],
-        max_body: int,
         origins: Collection[str],
         on_answer: OnAnswer,
+        hosts: Collection[str] = (),
+        api_keys: Sequence[str] = (),
+        max_body: int = 4 << 20,
     ) -> None:
         self._app, self._max_body = app, max_body
         self._hosts = {"localhost", *(host.lower() for host in hosts)}

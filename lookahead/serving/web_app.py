@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from hashlib import sha256
 from importlib import resources
@@ -49,23 +49,19 @@ class _Stream(StreamingResponse):  # type: ignore[misc]  # untyped base class
 def make_app(
     models: ServedModels,
     *,
-    hosts: Collection[str] = (),
-    api_keys: Sequence[str] = (),
-    max_body: int = 4 << 20,
     timeout_s: float = 600.0,
     cors_origins: Sequence[str] = (),
     has_page: bool = True,
-) -> Any:
+    **checks: Any,
+) -> Guard:
     """The ASGI application.
 
     Args:
         models: The served models.
-        hosts: Names that the header `Host` may have besides `localhost` and IP addresses.
-        api_keys: The keys of which clients must send one; none if empty.
-        max_body: Maximum bytes of a request.
         timeout_s: Maximum seconds of an answer.
         cors_origins: Allowed origins of web pages.
         has_page: Whether there is a page at `/`.
+        checks: Further arguments of `Guard`.
     """
     app = FastAPI(title="lookahead", version=lookahead.__version__, docs_url=None, redoc_url=None)
     service, kept = Service(models, timeout_s), KeptMessages()
@@ -190,7 +186,7 @@ def make_app(
     def count(path: str, status: int) -> None:
         service.metrics.requests.labels(path, str(status)).inc()
 
-    return Guard(app, hosts=hosts, api_keys=api_keys, max_body=max_body, origins=cors_origins, on_answer=count)
+    return Guard(app, origins=cors_origins, on_answer=count, **checks)
 
 
 def _policy_of(page: str) -> str:
