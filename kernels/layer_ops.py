@@ -22,7 +22,7 @@ from lookahead.utils.addresses import array_at
 _F = np.float32
 _MAX_EXP_INPUT = _F(80.0)  # from here on SiLU returns its input
 _NORM, _ROTATION, _GATING, _STORING, _COPYING = range(5)  # kinds of jobs
-SILU, GELU_TANH, TABLE, SIGMOID, GELU = range(5)
+SILU, GELU_TANH, TABLE, SIGMOID, GELU, RELU_SQUARED = range(6)
 """Activations: formulas, and a table of the results of all bfloat16 numbers."""
 _HALF_ROOT, _ERF_SHARE = _F(0.7071067811865476), _F(0.3275911)
 _ERF_SERIES = tuple(map(_F, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)))
@@ -116,7 +116,7 @@ def gating(
     Args:
         gate: bfloat16 or float32; contiguous, or rows `[rows, size]` of any strides.
         up: Like `gate`, with its strides, or None.
-        kind: `SILU`, `GELU_TANH`, `GELU`, `SIGMOID` or `TABLE`.
+        kind: `SILU`, `GELU_TANH`, `GELU`, `SIGMOID`, `RELU_SQUARED` or `TABLE`.
         table: bfloat16 `[65536]`: the activation of the number with these bits, for a gate in bfloat16.
         out: Contiguous, of the shape of `gate`; if None, results replace the gate, which is contiguous.
         limit: Largest gate, and largest absolute value of `up`, to which 1 is added then; 0 for none.
@@ -235,6 +235,9 @@ def _gate(address, kind):
             x = limit if limit and x > limit else x
             if formula == GELU:
                 out[i] = narrow(_gelu(x), gate[i])
+                continue
+            if formula == RELU_SQUARED:
+                out[i] = narrow(_F(0.0) if x < _F(0.0) else x * x, gate[i])
                 continue
             power = _GELU_FACTOR * (x + _GELU_CUBE * x * x * x) if formula == GELU_TANH else factor * x
             top = _F(1.0) if formula == SIGMOID else x

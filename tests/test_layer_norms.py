@@ -47,6 +47,13 @@ def test_the_error_function_is_within_a_millionth():
     torch.testing.assert_close(out, activations.GELUActivation()(x), rtol=1e-5, atol=1e-6)
 
 
+def test_a_squared_relu_has_the_bits_of_torch():
+    x = torch.cat([torch.linspace(-3, 3, 1001), torch.tensor([torch.inf, -torch.inf, -0.0, torch.nan])])
+    out = x.clone()
+    run(layer_ops.gating(out, None, layer_ops.RELU_SQUARED))
+    assert torch.equal(out.view(torch.int32), activations.ReLUSquaredActivation()(x).view(torch.int32))
+
+
 @pytest.mark.parametrize("dtype", [SINGLE, HALF])
 def test_residuals_one_after_the_other_have_the_tokens_of_generate(dtype, calls):
     own, ours = both(made("GPTNeoX", dtype, use_parallel_residual=False), prompt(), do_sample=False)

@@ -55,6 +55,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Ministral": WINDOWS,
     "Ministral3": {"rope_parameters": SCALED},
     "SeedOss": {},
+    "Arcee": {},
+    "Jais2": {},
     "HunYuanDenseV1": {},
     "Exaone4": {**WINDOWS, "sliding_window_pattern": 2},
     "GraniteMoeHybrid": {

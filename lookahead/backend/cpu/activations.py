@@ -22,6 +22,7 @@ _FORMULAS: dict[Any, int] = {
     activations.GELUTanh: layer_ops.GELU_TANH,
     activations.NewGELUActivation: layer_ops.GELU_TANH,
     activations.GELUActivation: layer_ops.GELU,
+    activations.ReLUSquaredActivation: layer_ops.RELU_SQUARED,
 }
 ACTIVATIONS = frozenset(_FORMULAS)
 """The classes of activations that have a formula in float32."""

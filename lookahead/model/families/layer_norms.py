@@ -1,11 +1,11 @@
-"""StarCoder2, GPT-NeoX, Phi and StableLM: layer norms, and mostly plain MLPs, one after the other or parallel."""
+"""StarCoder2, GPT-NeoX, Phi, StableLM, Jais 2: layer norms, and mostly plain MLPs, in sequence or parallel."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lookahead.model.families.family import Family
-from lookahead.model.families.modules import attention, gated, whole
+from lookahead.model.families.modules import attention, gated, plain, whole
 from lookahead.model.families.operations import (
     LAYER,
     Mlp,
@@ -59,6 +59,13 @@ def _stablelm(layer: Any) -> tuple[Residual, ...]:
     )
 
 
+def _jais2(layer: Any) -> tuple[Residual, ...]:
+    return (
+        Residual(attention(layer.self_attn), _norm(layer.input_layernorm)),
+        Residual(plain(layer.mlp), _norm(layer.post_attention_layernorm)),
+    )
+
+
 def _rope(module: Any) -> Rope:
     if module.qk_layernorm:
         raise UndeclaredError("heads have layer norms")
@@ -69,6 +76,7 @@ FAMILIES = (
     Family("phi", "Phi", _phi, _norm, last_norm="final_layernorm"),
     Family("stablelm", "StableLm", _stablelm, _norm),
     Family("starcoder2", "Starcoder2", _starcoder2, _norm),
+    Family("jais2", "Jais2", _jais2, _norm),
     Family(
         "gpt_neox", "GPTNeoX", _gpt_neox, _norm, kind="Layer", decoder="gpt_neox", embedding="embed_in",
         cache="layer_past", last_norm="final_layer_norm",

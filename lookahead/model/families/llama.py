@@ -1,11 +1,11 @@
-"""Llama and families that keep its layer: Mistral, Ministral, Qwen, SmolLM3, Seed-OSS, Hunyuan, EXAONE, CWM."""
+"""Llama and families with its layer: Mistral, Ministral, Qwen, SmolLM3, Seed-OSS, Hunyuan, EXAONE, CWM, Arcee."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lookahead.model.families.family import Family
-from lookahead.model.families.modules import attention, gated
+from lookahead.model.families.modules import attention, gated, plain
 from lookahead.model.families.operations import Norm, Residual, SelfAttention
 
 
@@ -58,6 +58,11 @@ def _hunyuan(layer: Any) -> tuple[Residual, ...]:
     return _layer(layer, hunyuan_attention(layer.self_attn))
 
 
+def _arcee(layer: Any) -> tuple[Residual, ...]:
+    attended, fed = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+    return Residual(attention(layer.self_attn), attended), Residual(plain(layer.mlp), fed)
+
+
 def _exaone4(layer: Any) -> tuple[Residual, ...]:
     module = layer.self_attn
     window, norms = module.sliding_window, (Norm(module.q_norm), Norm(module.k_norm))
@@ -82,4 +87,5 @@ FAMILIES = (
     Family("seed_oss", "SeedOss", _llama),
     Family("hunyuan_v1_dense", "HunYuanDenseV1", _hunyuan),
     Family("exaone4", "Exaone4", _exaone4),
+    Family("arcee", "Arcee", _arcee),
 )

@@ -69,6 +69,11 @@ def gated(module: Any) -> Mlp:
     return Mlp(module, whole(module.gate_proj), whole(module.up_proj), whole(module.down_proj), module.act_fn)
 
 
+def plain(module: Any) -> Mlp:
+    """An MLP with `up_proj`, `act_fn` and `down_proj`, one after the other."""
+    return Mlp(module, whole(module.up_proj), None, whole(module.down_proj), module.act_fn)
+
+
 def gated_at_once(module: Any, both: Any, down: Any, activation: Any) -> Mlp:
     """An MLP whose linear layer `both` has the outputs of the gate, and then those of its factor."""
     gate, up = split(both, down.in_features, down.in_features)
