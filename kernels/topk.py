@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.kernels.scalars import exp, jit_part
+from lookahead.utils.addresses import array_at
 from lookahead.utils.jit import njit
 
 IntArray = NDArray[np.int32]
@@ -21,7 +22,7 @@ _LOWEST = np.iinfo(np.int32).min
 _INFINITY = np.int32(0x7F800000)  # the bits of the float32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would double the time to create one
 class Scores:
     """The most likely tokens after every node, before any logits processor; empty or None if not requested."""
 
@@ -47,20 +48,20 @@ def read_scores(logits: Tensor, count: int = 0, ranks: Tensor | None = None) -> 
     if logits.device.type != "cpu" or logits.dtype not in DTYPES:
         return _read_ranks(ranked(logits, count))
     rows, nodes, vocabulary = logits.shape
-    argmax = np.empty(rows * nodes, np.int32)
-    top, chances = np.full((rows * nodes, count), -1, np.int32), np.zeros((rows * nodes, count), np.float32)
-    flat = logits.reshape(-1, vocabulary)
-    step = max(1, _AT_ONCE // vocabulary)
-    for begin in range(0, rows * nodes, step):
-        part = slice(begin, begin + step)
-        if logits.dtype == torch.bfloat16:  # threads of torch, once woken, keep a core busy for milliseconds
-            values = _widen(flat[part].contiguous().view(torch.int16).numpy()).view(np.float32)
-        else:
-            values = flat[part].float().numpy()
-        _rank(values, values.view(np.int32), argmax[part], top[part], chances[part])
-    if not count:
-        return Scores(argmax.reshape(rows, nodes))
-    return Scores(argmax.reshape(rows, nodes), top.reshape(rows, nodes, count), chances.reshape(rows, nodes, count))
+    argmax = np.empty((rows, nodes), np.int32)
+    top, chances = np.empty((rows, nodes, count), np.int32), np.empty((rows, nodes, count), np.float32)
+    found = argmax.reshape(-1), top.reshape(rows * nodes, count), chances.reshape(rows * nodes, count)
+    logits = logits.contiguous()
+    # By their address: torch's operators would take longer than a small kernel.
+    if logits.dtype == torch.float16:
+        flat, step = logits.view(-1, vocabulary), max(1, _AT_ONCE // vocabulary)
+        for begin in range(0, rows * nodes, step):
+            part = flat[begin : begin + step].float()
+            _rank(part.data_ptr(), vocabulary, *(each[begin : begin + step] for each in found))
+    else:
+        rank = _rank_halves if logits.dtype == torch.bfloat16 else _rank
+        rank(logits.data_ptr(), vocabulary, *found)
+    return Scores(argmax, top, chances) if count else Scores(argmax)
 
 
 def ranked(logits: Tensor, count: int) -> Tensor:
@@ -92,15 +93,6 @@ def _read_ranks(ranks: Tensor) -> Scores:
     )
 
 
-@njit(nogil=True)
-def _widen(halves):
-    wide = np.empty(halves.shape, np.int32)
-    for row in range(halves.shape[0]):
-        for at in range(halves.shape[1]):
-            wide[row, at] = np.int32(halves[row, at]) << 16
-    return wide
-
-
 @jit_part
 def _key(bits):
     """An integer with the order of the float32 with these bits, unless it is NaN; 0 for both zeros."""
@@ -118,26 +110,46 @@ def _highest(bits):
 
 
 @njit(error_model="numpy", nogil=True)
-def _rank(values, bits, argmax, top, chances):
-    vocabulary, count = values.shape[1], top.shape[1]
+def _rank(address, vocabulary, argmax, top, chances):
+    """Rank the float32 logits of some nodes, which begin at an address."""
+    shape = argmax.size, vocabulary
+    values, bits = array_at(address, shape, np.float32), array_at(address, shape, np.int32)
     blocks = np.empty((vocabulary + _BLOCK - 1) // _BLOCK, np.int32)
-    best = np.empty(count, np.int32)
-    for row in range(values.shape[0]):
-        magnitude = np.int32(0)
-        for block in range(blocks.size):
-            blocks[block], largest = _highest(bits[row, block * _BLOCK : (block + 1) * _BLOCK])
-            magnitude = max(magnitude, largest)
-        if magnitude > _INFINITY:
-            argmax[row] = -1
-            continue
-        highest = blocks.argmax()
-        token = highest * _BLOCK
-        while _key(bits[row, token]) != blocks[highest]:
-            token += 1
-        argmax[row] = token
-        if count > 0:
-            _insert_best(bits[row], blocks, best, top[row])
-            _weigh(values[row], values[row, token], top[row], chances[row])
+    for row in range(argmax.size):
+        argmax[row] = _rank_row(values[row], bits[row], blocks, top[row], chances[row])
+
+
+@njit(error_model="numpy", nogil=True)
+def _rank_halves(address, vocabulary, argmax, top, chances):
+    """The same of bfloat16 logits."""
+    halves = array_at(address, (argmax.size, vocabulary), np.int16)
+    bits = np.empty(vocabulary, np.int32)
+    values = bits.view(np.float32)
+    blocks = np.empty((vocabulary + _BLOCK - 1) // _BLOCK, np.int32)
+    for row in range(argmax.size):
+        for at in range(vocabulary):
+            bits[at] = np.int32(halves[row, at]) << 16
+        argmax[row] = _rank_row(values, bits, blocks, top[row], chances[row])
+
+
+@jit_part
+def _rank_row(values, bits, blocks, top, chances):
+    """Fill the likeliest tokens of a node and their probabilities; returns the likeliest, or -1 for a NaN."""
+    magnitude = np.int32(0)
+    top[:], chances[:] = -1, 0.0
+    for block in range(blocks.size):
+        blocks[block], largest = _highest(bits[block * _BLOCK : (block + 1) * _BLOCK])
+        magnitude = max(magnitude, largest)
+    if magnitude > _INFINITY:
+        return -1
+    highest = blocks.argmax()
+    token = highest * _BLOCK
+    while _key(bits[token]) != blocks[highest]:
+        token += 1
+    if top.size > 0:
+        _insert_best(bits, blocks, np.empty(top.size, np.int32), top)
+        _weigh(values, values[token], top, chances)
+    return token
 
 
 @jit_part

@@ -66,7 +66,7 @@ class Machine:
         if plan.drafts:
             host = self.look
             offers = [merge(0, [chain(claimed)], Limits(BUDGET, 99)) for _ in range(self.rows)]
-            drafts = fit(offers, plan.costs, plan.value)
+            drafts = fit(offers, plan.costs, plan.value or alike(1))
             if not self.controller.accepts(plan, drafts):
                 drafts = [draft.root_only() for draft in drafts]
         nodes = len(drafts[0].tree)

@@ -26,8 +26,8 @@ from tests.support.small_layers import SINGLE, made
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = tuple(str(ROOT / name) for name in ("lookahead", "ngram", "kernels"))
 # Functions and files of a step whose pass is one call of the kernels, and of one by fused layers and attention.
-ONE_CALL, BY_LAYERS = (48, 19), (85, 24)
-DECIDING = 24, 4  # what comes on top where measured costs decide: controller, budget, cost model, sizes of trees
+ONE_CALL, BY_LAYERS = (41, 18), (86, 24)
+DECIDING = 22, 4  # what comes on top where measured costs decide: controller, budget, cost model, sizes of trees
 ENTERED = 57  # files from the call of `stream` to its first text, that step included
 IDS = [5, 9, 31, 77] * 10
 
@@ -77,7 +77,7 @@ def test_a_step_runs_few_functions_of_few_files(model_of: tuple[Any, tuple[int, 
     device = on_device(lambda nodes: 1.0 + 0.01 * nodes) if decides else nullcontext()  # where drafts pay
     with device, use_learned(model, LearnedState()):
         engine = engine_of(model, ids, **options)
-        with engine.serving():
+        with engine.serving(is_alone=True):
             steps = engine.run()
             for _ in range(3):  # the prefill, and what steps do once
                 next(steps)

@@ -299,8 +299,8 @@ class TorchBackend:
         scored: NDArray[np.int64] | None = None,
     ) -> Tensor:
         """See `Backend.score`."""
-        slots, sizes = self.cache.slots, np.array([len(tree.tokens) for tree in trees])
-        width = int((sizes if scored is None else sizes - scored).max())
+        slots, sizes = self.cache.slots, [len(tree.tokens) for tree in trees]
+        width = max(sizes) if scored is None else int((np.array(sizes) - scored).max())
         windows, may_be_plain = self._attention_of(trees, policy)
         # `model.generate` would run the same pass: one token per row, and rows of one length.
         is_plain = may_be_plain and self._is_half and width == 1 and scored is None
@@ -374,6 +374,8 @@ class TorchBackend:
             scope = self._scope.running(partial(attend_alone, as_whole=self._has_copies))
         elif self._takes_masks and not is_plain:
             if self._scope is not None:
+                if tree_pass.trees:
+                    tree_pass.tensors(self._device)  # now, since a mask may be compiled
                 scope = self._scope.running(partial(attend, tree_pass, self._spans))
             else:
                 mask = tree_pass.mask(1, AttentionSpan(), self._model.dtype, self._device)

@@ -17,6 +17,8 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.model.cache import TreeSlots
 from lookahead.utils.jit import njit
 
+_KEEPS_ALL = torch.empty(0, dtype=torch.int64)
+
 
 class AttentionSpan(NamedTuple):
     """How far back a query may look; None for no limit."""
@@ -62,6 +64,7 @@ class TreePass:
         windows: Sequence[int | None] | None = None,
     ) -> None:
         self._slots, self.trees, self._scored = slots, trees, scored
+        self._most = slots.width if scored is None else max(map(len, trees))  # nodes of a tree
         self.firsts = [0] * len(trees) if scored is None else scored.tolist()  # first node of each tree in the pass
         self.windows = windows
         self.is_prefill = bool(prompt)
@@ -70,7 +73,9 @@ class TreePass:
         self.is_causal = self.is_prefill and slots.is_even  # chains after equally many committed tokens
         self.is_from_empty = self.is_prefill and slots.kv_length == slots.width  # no committed tokens
         is_one = slots.width == 1 and slots.is_even
-        self.prefix = int(slots.lengths[: slots.active].min()) if trees else 0  # first slots that all nodes see
+        lengths = slots.lengths[: slots.active]
+        self._starts: list[int] = lengths.tolist()
+        self.prefix = min(self._starts) if trees else 0  # first slots that all nodes see
         self.sees_all = is_one and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)  # needs no mask
         self.cross: Any = None  # attention to what an encoder has read
         self._biased: tuple[Tensor, Tensor] | None = None  # the newest bias, and the mask with it
@@ -78,24 +83,37 @@ class TreePass:
         self.unserved: set[str] = set()  # why layers had no kernel on a GPU; holds an empty string if some had one
         self._masks: dict[tuple[int, AttentionSpan, torch.dtype, torch.device, int], Tensor] = {}
         self._tensors: dict[torch.device, TreeTensors] = {}
-        lengths = slots.lengths[: slots.active]
         arrays: tuple[NDArray[Any], ...]
         if prompt:
             positions = lengths[:, None] + np.arange(slots.width)
             starts = (slots.first + np.arange(slots.active)) * slots.capacity
             arrays = prompt[0], positions, (starts[:, None] + positions).reshape(-1)
         else:
-            arrays = _arrays(slots.active, slots.width, slots.width if scored is None else max(map(len, trees)))
-            for row, (tree, first) in enumerate(zip(trees, self.firsts, strict=True)):
-                _fill_row(arrays, row, tree.tokens, tree.parents, tree.depths, lengths[row], first, slots.capacity)
-        self.tokens, self.positions, index, *tensors = on_device(arrays, device)
-        self.keep = torch.from_numpy(prompt[1]) if prompt else torch.empty(0, dtype=torch.int64)
-        if trees:
+            size = slots.active, slots.width
+            arrays = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size[0] * size[1], np.int64)
+            for row, (tree, start, first) in enumerate(zip(trees, self._starts, self.firsts, strict=False)):
+                _fill_nodes(*arrays, row, tree.tokens, tree.depths, start, first, slots.capacity)
+        # A device gets all arrays in one copy; on a CPU only masks need the trees.
+        filled = self._filled_trees(slots.active, self._most) if trees and device.type != "cpu" else ()
+        self.tokens, self.positions, index, *tensors = on_device((*arrays, *filled), device)
+        self.keep = torch.from_numpy(prompt[1]) if prompt else _KEEPS_ALL
+        if filled:
             self._tensors[device] = TreeTensors(*tensors)
         slots.index = None if slots.is_even else index
 
+    def _filled_trees(self, rows: int, nodes: int) -> tuple[NDArray[Any], ...]:
+        """The fields of `TreeTensors` of the trees, with room for `rows` trees of as many nodes."""
+        words = np.empty((rows, nodes, (nodes + 63) // 64), np.int64)
+        shapes = rows, rows, (rows, nodes)
+        arrays: tuple[NDArray[Any], ...] = *(np.empty(shape, np.int32) for shape in shapes), words
+        for row, (tree, start) in enumerate(zip(self.trees, self._starts, strict=False)):
+            _fill_tree(*arrays, row, tree.parents, tree.depths, start)
+        return arrays
+
     def tensors(self, device: torch.device) -> TreeTensors:
-        """The trees on `device`. The chains of prompts are made on first use."""
+        """The trees on `device`. On a CPU they, and the chains of prompts, are made on first use."""
+        if not self._tensors and self.trees:
+            self._tensors[device] = TreeTensors(*on_device(self._filled_trees(len(self.trees), self._most), device))
         if not self._tensors:
             active, chain = self._slots.active, np.arange(self._slots.width, dtype=np.int32)
             words = TokenTree(chain, np.maximum(chain - 1, 0), chain, chain).ancestor_words()
@@ -220,7 +238,8 @@ class FixedShapePass(TreePass):
         super().__init__(slots, device)
         self.sees_all = False
         self._rows, self._capacity = rows, slots.capacity
-        self._arrays = _arrays(rows, width, width)
+        shapes = (rows, width), (rows, width), rows * width
+        self._arrays = *(np.empty(shape, np.int64) for shape in shapes), *self._filled_trees(rows, width)
         self._whole = torch.from_numpy(_pack(self._arrays)).to(device) if device.type != "cpu" else None
         tensors = on_device(self._arrays, device) if self._whole is None else _unpack(self._whole, self._arrays)
         self.tokens, self.positions, self.index, *tensors = tensors
@@ -244,8 +263,9 @@ class FixedShapePass(TreePass):
         """Set the trees of a step, one per active row, none larger than the width."""
         root = TokenTree.root(trees[0].tokens[0])
         for row in range(self._rows):
-            tree, length = (trees[row], self._slots.lengths[row]) if row < len(trees) else (root, np.int64(0))
-            _fill_row(self._arrays, row, tree.tokens, tree.parents, tree.depths, length, 0, self._capacity)
+            tree, length = (trees[row], int(self._slots.lengths[row])) if row < len(trees) else (root, 0)
+            _fill_nodes(*self._arrays[:3], row, tree.tokens, tree.depths, length, 0, self._capacity)
+            _fill_tree(*self._arrays[3:], row, tree.parents, tree.depths, length)
         if self._whole is not None:
             self._whole.copy_(torch.from_numpy(_pack(self._arrays)), non_blocking=may_return_early(self._whole.device))
 
@@ -298,20 +318,22 @@ def _words(array: NDArray[Any]) -> int:
     return -(-array.nbytes // 16) * 2
 
 
-def _arrays(rows: int, width: int, nodes: int) -> tuple[NDArray[Any], ...]:
-    """Empty arrays for `_fill_row`: tokens, positions and slots of a pass, and the fields of `TreeTensors`."""
-    return (
-        *(np.empty(shape, np.int64) for shape in ((rows, width), (rows, width), rows * width)),
-        *(np.empty(shape, np.int32) for shape in (rows, rows, (rows, nodes))),
-        np.empty((rows, nodes, (nodes + 63) // 64), np.int64),
-    )
+@njit()
+def _fill_nodes(all_tokens, all_positions, all_slots, row, tokens, depths, length, first, capacity):
+    """Write one row of the tokens, positions and slots of a pass; nodes before `first` are not in it."""
+    nodes, width = len(tokens), all_tokens.shape[1]
+    for column in range(width):
+        node = first + column
+        kept = node if node < nodes else 0
+        all_tokens[row, column] = tokens[kept]
+        all_positions[row, column] = length + depths[kept]
+        all_slots[row * width + column] = row * capacity + length + node
 
 
 @njit()
-def _fill_row(filled, row, tokens, parents, depths, length, first, capacity):
-    """Write one row of every array of `_arrays`; nodes before `first` are not in the pass."""
-    all_tokens, all_positions, all_slots, lengths, counts, all_depths, all_words = filled
-    nodes, width = len(tokens), all_tokens.shape[1]
+def _fill_tree(lengths, counts, all_depths, all_words, row, parents, depths, length):
+    """Write one row of the fields of `TreeTensors`."""
+    nodes = len(parents)
     lengths[row], counts[row] = length, nodes
     for node in range(all_depths.shape[1]):
         kept = node if node < nodes else 0
@@ -319,9 +341,3 @@ def _fill_row(filled, row, tokens, parents, depths, length, first, capacity):
         for word in range(all_words.shape[2]):
             all_words[row, node, word] = all_words[row, parents[kept], word] if kept else 0
         all_words[row, node, kept // 64] |= np.int64(1) << np.int64(kept % 64)
-    for column in range(width):
-        node = first + column
-        kept = node if node < nodes else 0
-        all_tokens[row, column] = tokens[kept]
-        all_positions[row, column] = length + depths[kept]
-        all_slots[row * width + column] = row * capacity + length + node

@@ -8,15 +8,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.budget import DraftingBudget
 from lookahead.drafting.cost_model import FloatArray, StepCost, padded_nodes
 from lookahead.drafting.proposal import IntArray, Proposer
-from lookahead.drafting.select import SINGLE_ROW, BatchValue, Draft
+from lookahead.drafting.select import BatchValue, Draft
 from lookahead.drafting.tree import TokenTree, count_within, without_sources
 from lookahead.ngram.prune import FREE
+from lookahead.utils.jit import njit
 
 _MARGIN = 1.08  # factor on the cost of drafted nodes: the expected gain of a draft must cover its risk
 _P_RUNS_TO_LIMIT = 0.5  # assumed probability that rows run to their limits although a token may end them
@@ -37,7 +36,7 @@ class StepPlan(NamedTuple):
     max_nodes: int = 0  # of a draft, without the root
     costs: FloatArray = FREE  # seconds of a step by nodes per row, [max_nodes + 2] or shorter; empty: free
     plain_s: float = 1.0
-    value: BatchValue = SINGLE_ROW
+    value: BatchValue | None = None  # of tokens; None for a single row, whose steps are saved one a token
     has_branch: bool = False  # whether the lookahead branch is on
     node_bonus_tokens: float = 0.0  # additional worth of a verified node in tokens, since a source learns from it
     is_ragged: bool = False  # whether the pass computes no padding; nodes per row are then a mean
@@ -47,6 +46,7 @@ class StepRecord(NamedTuple):
     """The result of a step.
 
     Example:
+        >>> import numpy as np
         >>> tree, path = TokenTree.from_parents([5, 6, 7], [0, 0, 0]), np.array([0, 1])  # 6 is accepted, then 8 emitted
         >>> StepRecord([(tree, path)], tokens=[2], nodes=3, host_s=0.001, step_s=0.012).is_cold
         False
@@ -71,6 +71,7 @@ class Controller:
     It reads no clock. The cost model, the budget and the branch learn from every step.
 
     Example:
+        >>> import numpy as np
         >>> controller = Controller(StepCost(), DraftingBudget(), node_budget=8)
         >>> plan = controller.plan([100], context=20)  # one row; the first step is plain
         >>> plain = TokenTree.root(5), np.zeros(1, np.int32)
@@ -130,18 +131,14 @@ class Controller:
         if nodes == 0:
             return plain  # the branch is the only source, and it is off
         curve, (proposing, most_at_risk) = self._curve(rows, nodes + 1, context), prices
-        if not branch.is_on:
-            most_s = float(curve[1]) * (1.0 + most_at_risk)
-            nodes = max(1, int(np.maximum.accumulate(curve[1:]).searchsorted(most_s, "right")) - 1)
-        value = SINGLE_ROW
+        value = None
         if rows > 1:
             # If rows are refilled, no row waits for the last one.
             p_runs_to_limit = 0.0 if is_refilled else 1.0 if self.runs_to_limit else _P_RUNS_TO_LIMIT
             value = BatchValue.of(left, self.cost.plain(rows, context), p_runs_to_limit)
         plain_s = float(curve[1])
-        # Proposing costs in any case; the margin applies only to drafted nodes.
-        curve[2:] *= _MARGIN
-        curve += proposing * plain_s
+        affordable = _add_costs_of_drafts(curve, proposing, most_at_risk)
+        nodes = nodes if branch.is_on else affordable
         if is_ragged:  # a row may use nodes that others do not need
             nodes = max(nodes, min(nodes * rows, self.node_budget))
         return StepPlan(rows, context, True, nodes, curve, plain_s, value, branch.is_on, branch.teaching, is_ragged)
@@ -150,7 +147,8 @@ class Controller:
         """Whether drafts, one per row, are verified."""
         if plan.has_branch:
             return True
-        tokens = plan.value.steps_saved([float(draft.path_probs.sum()) for draft in drafts])
+        expected = [sum(draft.path_probs.tolist()) for draft in drafts]
+        tokens = expected[0] if plan.value is None else plan.value.steps_saved(expected)
         sizes = [len(draft.tree.tokens) for draft in drafts]
         took = _at(plan.costs, sum(sizes) / len(sizes) if plan.is_ragged else max(sizes)) / plan.plain_s
         return self.budget.verifies(plan.rows, tokens / took, took - 1.0)
@@ -170,9 +168,10 @@ class Controller:
             if not (is_probe or self.branch.can_run) and self.cost.knows(rows, plan.context):
                 return
         step_s = step.step_s - host_s
-        self.cost.observe(self._padded(nodes) if self.is_padded else nodes, step_s, rows=rows, context=plan.context)
-        curve = self._curve(rows, math.ceil(nodes), plan.context)
+        computed = self._padded(nodes) if self.is_padded else nodes
+        plain_s, usual_s = self.cost.observe(computed, step_s, rows=rows, context=plan.context)
         if self.branch.can_run:
+            curve = self._curve(rows, math.ceil(nodes), plan.context)
             bits, branch_s = self.branch.record(step.verified, tokens, math.ceil(nodes), curve)
             apart, apart_s = apart | bits, apart_s + branch_s
         if not plan.drafts:
@@ -180,16 +179,17 @@ class Controller:
         # Drafts that gave NaN were scored again without their nodes, which loses all of them.
         is_again = nodes > 1 and all(len(tree.tokens) == 1 for tree, _ in step.verified)
         if apart and not is_again:
+            curve = self._curve(rows, math.ceil(nodes), plan.context)
             own_nodes, tokens = without_sources(step.verified, tokens, apart)
             step_s = _at(curve, own_nodes) if own_nodes < nodes else step_s
             nodes, host_s = min(own_nodes, nodes), max(0.0, host_s - apart_s)
-        plain_s = float(curve[1])
+            usual_s = _at(curve, nodes)
         self.budget.record(
             rows,
             drafted=nodes > 1,
-            tokens=plan.value.steps_saved(tokens),
+            tokens=tokens[0] if plan.value is None else plan.value.steps_saved(tokens),
             forward=step_s / plain_s,
-            usual=_at(curve, nodes) / plain_s,
+            usual=usual_s / plain_s,
             proposing=host_s / plain_s,
         )
 
@@ -211,6 +211,18 @@ class Controller:
     def _padded(self, nodes: float) -> int:
         """Nodes of a pass over trees that have `nodes` nodes at most."""
         return padded_nodes(math.ceil(nodes), self.node_budget + 1)
+
+
+@njit()
+def _add_costs_of_drafts(curve, proposing, most_at_risk):
+    """Add what drafts cost to the seconds of steps; returns the nodes of the largest draft that the budget covers."""
+    plain, nodes = curve[1], 0
+    while nodes + 1 < len(curve) and curve[nodes + 1] <= plain * (1.0 + most_at_risk):
+        nodes += 1
+    for at in range(len(curve)):
+        # Proposing costs in any case; the margin applies only to drafted nodes.
+        curve[at] = curve[at] * (_MARGIN if at > 1 else 1.0) + proposing * plain
+    return max(1, nodes - 1)
 
 
 def _at(curve: FloatArray, nodes: float) -> float:

@@ -47,8 +47,7 @@ class StepCost:
     Example:
         >>> cost = StepCost()
         >>> for _ in range(50):
-        ...     cost.observe(1, 0.010)
-        ...     cost.observe(16, 0.030)
+        ...     _ = cost.observe(1, 0.010), cost.observe(16, 0.030)
         >>> cost.curve(rows=1, nodes=16)[[1, 16]].round(2).tolist()
         [0.01, 0.03]
         >>> cost.knows(rows=1), cost.measured(rows=1), cost.plain(rows=1).round(2).tolist()
@@ -65,8 +64,8 @@ class StepCost:
         self._tables: dict[Bucket, FloatArray] = {}  # seconds at every point; 0: not measured
         self._measured: set[Bucket] = set()  # in this process
 
-    def observe(self, nodes: float, seconds: float, *, rows: int = 1, context: int = 0) -> None:
-        """Learn from a step, its host work on drafts excluded.
+    def observe(self, nodes: float, seconds: float, *, rows: int = 1, context: int = 0) -> tuple[float, float]:
+        """Learn from a step, its host work on drafts excluded; returns the cost of a plain step, and of one like this.
 
         `nodes` are the nodes of its largest tree, `context` the tokens of its longest row.
         """
@@ -77,7 +76,8 @@ class StepCost:
             self._measured.add(bucket)
             # Keep the shape measured elsewhere, and take the scale from one step.
             table *= seconds / self._seconds(table, rows * nodes)
-        _learn(table, float(rows * nodes), float(rows), seconds, self.node_cost)
+        costs: tuple[float, float] = _learn(table, float(rows * nodes), float(rows), seconds, self.node_cost)
+        return costs
 
     def knows(self, rows: int, context: int = 0) -> bool:
         """Whether a step was measured in the bucket of these rows and this context."""
@@ -189,19 +189,23 @@ def _ratio_at(table, tokens, node_cost):
     return low + (tokens - _POINTS[below]) / (_POINTS[above] - _POINTS[below]) * (high - low)
 
 
+@jit_inline
+def _cost_at(table, tokens, node_cost):
+    return _ratio_at(table, tokens, node_cost) * (1.0 + node_cost * (tokens - 1.0))
+
+
 @njit(error_model="numpy")
 def _curve(table, rows, nodes, node_cost):
     """Cost of steps of 0, 1, …, `nodes` nodes per row."""
     costs = np.empty(nodes + 1)
     for at in range(nodes + 1):
-        tokens = max(1.0, rows * at)
-        costs[at] = _ratio_at(table, tokens, node_cost) * (1.0 + node_cost * (tokens - 1.0))
+        costs[at] = _cost_at(table, max(1.0, rows * at), node_cost)
     return costs
 
 
 @njit(error_model="numpy")
 def _learn(table, tokens, rows, seconds, node_cost):
-    """Move a table, float64 `[points]`, towards a measurement."""
+    """Move a table, float64 `[points]`, towards a measurement; returns the cost of a plain step and of `tokens`."""
     nearest = plain = 0
     ratios = np.empty(len(table))
     for point in range(len(table)):
@@ -223,3 +227,4 @@ def _learn(table, tokens, rows, seconds, node_cost):
         if ratios[plain] > 0.0 and ratios[point] > ratios[plain] and point != nearest:
             ratios[point] += _FORGET * (ratios[plain] - ratios[point])
         table[point] = ratios[point] * (1.0 + node_cost * (_POINTS[point] - 1.0))
+    return _cost_at(table, rows, node_cost), _cost_at(table, tokens, node_cost)

@@ -66,7 +66,7 @@ class Proposal(NamedTuple):
     draws: Draws | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would double the time to create one
 class Top:
     """The target's most likely tokens after every node of a draft, before any logits processor.
 
@@ -87,7 +87,7 @@ class Top:
     probabilities: FloatArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # like `Top`
 class Feedback:
     """The result of one row's draft in one step.
 

@@ -127,9 +127,6 @@ class BatchValue(NamedTuple):
         return float(_steps_saved(np.array(tokens, np.float64), self.left, self.plain))
 
 
-SINGLE_ROW = BatchValue(np.full(1, 1e9), np.arange(2, dtype=np.float64))
-
-
 def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue, *, is_ragged: bool = False) -> list[Draft]:
     """Cut the drafts of a batch, merged without costs, to the sizes that save the most per cost.
 

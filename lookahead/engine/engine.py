@@ -272,7 +272,7 @@ class Engine:
         ]  # fmt: skip
         if self._controller is None or not len(plan_costs):
             return drafts
-        if len(rows) > 1:
+        if plan.value is not None:
             drafts = fit(drafts, plan_costs, plan.value, is_ragged=plan.is_ragged)
         if all(len(draft.tree.tokens) == 1 for draft in drafts) or self._controller.accepts(plan, drafts):
             return drafts

@@ -74,6 +74,7 @@ class Acceptance:
             token = target.choose(path[-1])
             tokens.append(token)
             is_last = target.emit(token)
+            is_last = is_last or path[-1] == len(tree.tokens) - 1  # the last node has no child
             child = 0 if is_last else _child(tree.parents, tree.tokens, path[-1], token)
             if not child:
                 return Walk(np.array(path, np.int32), np.array(tokens, np.int32))

@@ -54,7 +54,8 @@ def running(cpu_pass: CpuPass, *, fuses: bool = True) -> Iterator[CpuPass | None
     """
     outer, thread.is_cold = thread.running, False
     modes = [torch._C._get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
-    is_seen = any(type(mode).__name__ != "DeviceContext" for mode in modes)  # a default device changes no values
+    # A default device changes no values.
+    is_seen = bool(modes) and any(type(mode).__name__ != "DeviceContext" for mode in modes)
     is_left = torch.is_autocast_enabled("cpu") or is_seen or torch._C._len_torch_dispatch_stack() > 0
     if fuses and not torch.is_grad_enabled():
         most = _MAX_FUSED_ELEMENTS if torch.get_num_threads() == 1 else _MAX_SHARED_ELEMENTS

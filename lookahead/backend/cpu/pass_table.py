@@ -6,6 +6,7 @@ go from parents to children. Nor does the kernel attend everywhere: then queries
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from lookahead.model.families.operations import Called, Experts, Recurrence, Sel
 from lookahead.model.slots import Origin, sharing_groups
 from lookahead.model.state_layers import States
 from lookahead.utils.addresses import KeepsAddresses
+from lookahead.utils.jit import njit
 
 MAX_TABLE_NODES = DEFAULT_NODES + 1  # of one tree, its root included
 MAX_BATCH_NODES = 256  # of all trees of a pass over several rows
@@ -119,6 +121,9 @@ class PassTable(KeepsAddresses):
         self._nodes, self._trees, self._places, self._groups = (np.zeros(shape, np.int64) for shape in shapes)
         self._origins: list[Origin] = []  # of the rows when they were grouped
         self._sharers: NDArray[np.int64] = np.ones(1, np.int64)  # threads of the pass
+        tables = {"nodes": self._nodes, "trees": self._trees, "groups": self._groups, "threads": self._sharers}
+        self.of_trees = {name: torch.from_numpy(table) for name, table in tables.items()}  # what the attention reads
+        self.rows, self.places = rows, torch.from_numpy(self._places)  # slots, numbered over all rows
         self._sharing_step = row_attention.sharing_step(hidden.dtype)
         self._threads = torch.get_num_threads()
         self._context: PassContext | None = None  # of the running pass
@@ -133,9 +138,15 @@ class PassTable(KeepsAddresses):
             self._numbers(cache, tokens, slot, written[place:])
             for tokens, slot, place in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1))
         )
-        self._by_token, self._by_slot, self._by_address = two - one, later - one, (moved - one) // step
-        self._base = one - self._by_token - written.data_ptr() * self._by_address
-        self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of(3, 5, written[1:])).all())
+        by_token, by_slot, by_address = two - one, later - one, (moved - one) // step
+        base = one - by_token - written.data_ptr() * by_address
+        self._affine = np.stack([base, by_token, by_slot, by_address])
+        self._of_pass: NDArray[np.int64] = np.empty_like(base)  # the numbers of the newest pass
+        # The addresses of the inputs.
+        self._inputs = {kind: [one.data_ptr() for one in pair] for kind, pair in self._positions.items()}
+        self._address, self._first = self._of_pass.ctypes.data, self._hidden.data_ptr()
+        _lay_out(self._affine, 3, 5, written[1:].data_ptr(), self._of_pass)
+        self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of_pass).all())
 
     def serves(self, parts: PassParts, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
         """Whether the table is for these weights and module settings, and nothing has moved since."""
@@ -158,7 +169,7 @@ class PassTable(KeepsAddresses):
     def takes(self, hidden: Tensor, positions: Mapping[str, Positions], beside: Tensor | None) -> bool:
         """Whether inputs of `run` have the declared types, and cosines and sines the declared sizes."""
         return {hidden.dtype, hidden.dtype if beside is None else beside.dtype} == {self._hidden.dtype} and all(
-            own.dtype == angles.dtype and own.shape[2] == angles.shape[2]
+            own.dtype == angles.dtype and angles.shape == (1, hidden.shape[1], own.shape[2])
             for kind, own_pair in self._positions.items()
             for own, angles in zip(own_pair, positions[kind], strict=True)
         )
@@ -190,26 +201,23 @@ class PassTable(KeepsAddresses):
             The logits, `[1, tokens, vocab]`; without a head the normed hidden states.
         """
         tokens = hidden.shape[1]
-        self._hidden[:, :tokens] = hidden
+        _copy(hidden, self._first)
         if beside is not None:
             self._beside[:, :tokens] = beside[0].transpose(0, 1)
-        for kind, pair in self._positions.items():
-            for held, angles in zip(pair, positions[kind], strict=True):
-                held[:, :tokens] = angles
+        for kind, addresses in self._inputs.items():
+            for address, angles in zip(addresses, positions[kind], strict=True):
+                _copy(angles, address)
         if self._slots.origins[: len(starts)] != self._origins:
             self._group(starts)
         first, capacity, self._sharers[0] = 0, self._slots.capacity, threads
         for row, (tree, start, done) in enumerate(zip(trees, starts, scored, strict=True)):
-            nodes = len(tree.tokens)
-            self._nodes[row, :, :nodes] = tree.parents, tree.depths
-            self._trees[row] = start, nodes, done, first
-            end, slot = first + nodes - done, row * capacity + start
-            self._places[first:end] = range(slot + done, slot + nodes)
-            first = end
+            spans = row, start, done, first, capacity
+            first = _place(tree.parents, tree.depths, spans, self._nodes, self._trees, self._places)
         self._context = context
         written = hidden.new_empty(1, tokens, self.outputs)
-        numbers, team = self._of(tokens, self._slots.start, written), team_of(threads) if threads > 1 else 0
-        first_call, *calls = (numbers.ctypes.data + start for start in self._starts)
+        _lay_out(self._affine, tokens, self._slots.start, written.data_ptr(), self._of_pass)
+        team = team_of(threads) if threads > 1 else 0
+        first_call, *calls = (self._address + start for start in self._starts)
         leader()(team, first_call, threads)
         for then, call in zip(self._between, calls, strict=True):
             then(tokens)
@@ -266,14 +274,8 @@ class PassTable(KeepsAddresses):
         tokens = hidden.shape[1]
         return {0: hidden} | {place: states[:, :tokens].clone() for place, states in self._kept.items()}
 
-    def _of(self, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
-        """The numbers of a pass of `tokens` tokens whose first goes to `slot`, by the affine formula."""
-        of_pass: NDArray[np.int64] = self._base + tokens * self._by_token + slot * self._by_slot
-        of_pass += written.data_ptr() * self._by_address
-        return of_pass
-
     def _numbers(self, cache: TreeCache, tokens: int, slot: int, written: Tensor) -> NDArray[np.int64]:
-        """The same numbers, read from the jobs."""
+        """The numbers of a pass of `tokens` tokens whose first goes to `slot`, read from the jobs."""
         kept = {place: states[:, :tokens] for place, states in self._kept.items()}
         positions = {kind: (cos[:, :tokens], sin[:, :tokens]) for kind, (cos, sin) in self._positions.items()}
         attend = _TableAttention(self, cache, tokens, slot)
@@ -301,33 +303,6 @@ class PassTable(KeepsAddresses):
         if key not in self._routings:
             self._routings[key] = Routing(part, self.most, self._hidden.dtype)
         return self._routings[key]
-
-    def attention_job(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> Job:
-        """The job of the attention of a layer.
-
-        Args:
-            layer: Its index.
-            query: See `row_attention.attention`.
-            keys: Likewise.
-            values: Likewise.
-            out: Likewise.
-            scale: Factor of the scores.
-        """
-        tables = {"nodes": self._nodes, "trees": self._trees, "groups": self._groups, "threads": self._sharers}
-        return row_attention.attention(
-            query, keys, values, out, **{name: torch.from_numpy(table) for name, table in tables.items()}, scale=scale,
-            limits=self.parts.limits[layer],
-        )  # fmt: skip
-
-    @property
-    def places(self) -> Tensor:
-        """The slots of the tokens, numbered over all rows."""
-        return torch.from_numpy(self._places)
-
-    @property
-    def rows(self) -> int:
-        """Rows of the pass."""
-        return len(self._trees)
 
 
 class _TableJobs(LayerJobs):
@@ -374,9 +349,10 @@ class _TableAttention:
         if self._table.is_called:
             jobs.pause(partial(self._table.attend, self.layer, part), self._tokens)
             return attended
-        shape = 1, self._tokens, -1, part.dim
+        shape, limits = (1, self._tokens, -1, part.dim), self._table.parts.limits[self.at]
         tensors = query.view(shape), layer.keys, layer.values, attended.view(shape)
-        jobs.jobs.append(self._table.attention_job(self.at, *tensors, scale=part.options["scaling"]))
+        scale = part.options["scaling"]
+        jobs.jobs.append(row_attention.attention(*tensors, **self._table.of_trees, scale=scale, limits=limits))
         return attended
 
     def call(self, part: Recurrence | Called, jobs: LayerJobs, x: Tensor) -> Tensor:
@@ -394,3 +370,28 @@ class _TableAttention:
 
 def _are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:
     return all(weight.packed is other.packed for weight, other in zip(weights, others, strict=True))
+
+
+def _copy(tensor: Tensor, address: int) -> None:
+    """Copy the numbers of a tensor, in order, to an address."""
+    ctypes.memmove(address, tensor.contiguous().data_ptr(), tensor.nbytes)
+
+
+@njit()
+def _lay_out(affine, tokens, slot, address, numbers):
+    """The numbers of a pass, from their base and their factors."""
+    for at in range(numbers.size):
+        numbers[at] = affine[0, at] + tokens * affine[1, at] + slot * affine[2, at] + address * affine[3, at]
+
+
+@njit()
+def _place(parents, depths, spans, nodes, trees, places):
+    """Write the tree of a row for the attention, and the slots of its nodes; returns the first token after them."""
+    row, start, done, first, capacity = spans
+    count = len(parents)
+    trees[row, 0], trees[row, 1], trees[row, 2], trees[row, 3] = start, count, done, first
+    for node in range(count):
+        nodes[row, 0, node], nodes[row, 1, node] = parents[node], depths[node]
+        if node >= done:
+            places[first + node - done] = row * capacity + start + node
+    return first + count - done
