@@ -13,9 +13,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from lookahead.backend.gpu.kernel_trial import _write_verdicts
 from lookahead.backend.step_costs import cost_path, save_costs
+from lookahead.cli.app import app
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, run_job
@@ -167,3 +169,18 @@ def test_who_may_write_a_file_may_take_its_lock(mode: int) -> None:
     Path("file").chmod(mode)
     with locked(Path("file")):
         assert stat.S_IMODE(Path(".file.lock").stat().st_mode) == mode
+
+
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    """A user who may do so would lose /dev/null."""
+    os.mkfifo(tmp_path / "pipe.lkm")
+    (tmp_path / "link.lkp").symlink_to("pipe.lkm")
+    (tmp_path / "a.txt").write_text("A text.")
+    for name in ("pipe.lkm", "link.lkp"):
+        with pytest.raises(OSError, match="not a regular file"), replacing(tmp_path / name):
+            pytest.fail("it is written")
+        kind, inputs = ("memory", []) if name.endswith("lkm") else ("pool", [str(tmp_path / "a.txt")])
+        words = [kind, "build", *inputs, "-m", "no/model", "--overwrite", "-o", str(tmp_path / name)]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 2 and "is not a regular file" in " ".join(result.stderr.split())
+    assert (tmp_path / "pipe.lkm").is_fifo() and (tmp_path / "link.lkp").is_symlink()

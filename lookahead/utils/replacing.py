@@ -33,9 +33,12 @@ def replacing(path: Path, like: os.stat_result | None = None) -> Iterator[Binary
     """Write a temporary file next to `path` that replaces it once it is complete and synced to disk.
 
     From the beginning it has the mode and the owner of the file that it replaces, or of `like` if there is none. On an
-    error it is removed. Files left by killed processes are removed first.
+    error it is removed. Files left by killed processes are removed first. A device or a pipe raises OSError: the file
+    would take its place.
     """
     path = Path(os.path.realpath(path))  # a link stays a link
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     with contextlib.suppress(OSError):
         remove_leftovers(path)
     with contextlib.suppress(FileNotFoundError):
