@@ -228,7 +228,7 @@ def load_tokenizer_of(model: str) -> Any:
 def _check_name(kind: Kind, output: Path) -> None:
     if kind == "memory" and output.suffix != ".lkm":  # --memory takes no other name
         raise ConfigError(f"output must be a file *.lkm, got {str(output)!r}")
-    if output.exists() and not output.is_file():
+    if output.exists() and not (output.is_file() or output.is_dir()):
         raise ConfigError(f"output {output} is not a regular file")
 
 
