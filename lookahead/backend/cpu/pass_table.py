@@ -142,9 +142,8 @@ class PassTable(KeepsAddresses):
         base = one - by_token - written.data_ptr() * by_address
         self._affine = np.stack([base, by_token, by_slot, by_address])
         self._of_pass: NDArray[np.int64] = np.empty_like(base)  # the numbers of the newest pass
-        # The addresses of the inputs.
-        self._inputs = {kind: [one.data_ptr() for one in pair] for kind, pair in self._positions.items()}
-        self._address, self._first = self._of_pass.ctypes.data, self._hidden.data_ptr()
+        inputs = self._hidden, *(one for pair in self._positions.values() for one in pair)
+        self._inputs, self._address = [one.data_ptr() for one in inputs], self._of_pass.ctypes.data
         _lay_out(self._affine, 3, 5, written[1:].data_ptr(), self._of_pass)
         self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of_pass).all())
 
@@ -201,12 +200,12 @@ class PassTable(KeepsAddresses):
             The logits, `[1, tokens, vocab]`; without a head the normed hidden states.
         """
         tokens = hidden.shape[1]
-        _copy(hidden, self._first)
         if beside is not None:
             self._beside[:, :tokens] = beside[0].transpose(0, 1)
-        for kind, addresses in self._inputs.items():
-            for address, angles in zip(addresses, positions[kind], strict=True):
-                _copy(angles, address)
+        angles = [one for kind in self._positions for one in positions[kind]]
+        inputs = [numbers.contiguous() for numbers in (hidden, *angles)]  # kept alive until they are copied
+        for address, numbers in zip(self._inputs, inputs, strict=True):
+            ctypes.memmove(address, numbers.data_ptr(), numbers.nbytes)
         if self._slots.origins[: len(starts)] != self._origins:
             self._group(starts)
         first, capacity, self._sharers[0] = 0, self._slots.capacity, threads
@@ -370,11 +369,6 @@ class _TableAttention:
 
 def _are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:
     return all(weight.packed is other.packed for weight, other in zip(weights, others, strict=True))
-
-
-def _copy(tensor: Tensor, address: int) -> None:
-    """Copy the numbers of a tensor, in order, to an address."""
-    ctypes.memmove(address, tensor.contiguous().data_ptr(), tensor.nbytes)
 
 
 @njit()
