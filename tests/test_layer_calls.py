@@ -18,6 +18,7 @@ from lookahead import LookaheadConfig
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import cpu_backend, exact_attention, fused_layers
 from lookahead.backend.cpu.exact_attention import takes_rows
+from lookahead.backend.cpu.pass_table import PassTable
 from lookahead.backend.protocol import BitPolicy
 from lookahead.errors import UnsupportedModelError
 from lookahead.kernels.jobs import torch_on_threads
@@ -182,6 +183,19 @@ def logits_behind(model: Any, first: int = 3) -> torch.Tensor:
     with target.serving():
         target.read([np.arange(first, 14, dtype=np.int32)])
         return target.score(trees_of(1, 5, 0), BitPolicy.SOLO)
+
+
+@on_x86
+def test_cosines_that_lie_otherwise_in_memory_are_read_in_their_order(fused, calls, tables, monkeypatch):
+    expected, run = logits_behind(made(**WIDE)), PassTable.run
+
+    def run_turned(self: PassTable, hidden: Any, positions: Any, *rest: Any) -> Any:
+        pairs = {kind: [one.mT.contiguous().mT for one in pair] for kind, pair in positions.items()}
+        return run(self, hidden, pairs, *rest)
+
+    monkeypatch.setattr(PassTable, "run", run_turned)
+    assert torch.equal(logits_behind(made(**WIDE)), expected)
+    assert tables or not attends(HALF)
 
 
 @on_x86
