@@ -26,6 +26,7 @@ BETWEEN_STEPS = 256  # tokens of prompts that are read between two steps
 _QUICK = 512  # maximum tokens of a prompt that is not read behind longer ones
 _MOST = 2  # prompts being read by a thread, so that it does not wait for a step
 _LOOKED_AT = 16  # waiting requests that may pass others
+_PASSED = 4  # times the tokens of a prompt that others may have which pass it
 _WAIT_S = 0.05
 
 
@@ -74,15 +75,15 @@ class PromptsAhead:
     def in_order(self, requests: Sequence[Request]) -> list[Request]:
         """Requests in the order in which their prompts are read: by turns, and in a turn the shortest first.
 
-        Others may pass a prompt only until they have as many tokens as it has.
+        Others may pass a prompt only until they have four times as many tokens as it has.
         """
+        return sorted(requests, key=lambda request: (request.turn, self._due(request)))
 
-        def due(request: Request) -> tuple[int, int]:
-            if request.came_at is None:
-                request.came_at = self._read_tokens
-            return request.turn, request.came_at + self.unread(request)
-
-        return sorted(requests, key=due)
+    def _due(self, request: Request) -> int:
+        """How many tokens of prompts may have been read before that of a request."""
+        if request.came_at is None:
+            request.came_at = self._read_tokens
+        return request.came_at + _PASSED * self.unread(request)
 
     def count(self, request: Request) -> None:
         """Count the tokens of a prompt that is now read."""
@@ -117,11 +118,13 @@ class PromptsAhead:
                     return
 
     def _can_begin(self, request: Request) -> bool:
-        """Whether the thread for such prompts takes another one."""
+        """Whether the thread for such prompts takes another one: a long one while no quick one is read, or if due."""
         if not self._is_beside:
             return not self.reading
         is_quick = self._is_quick(request)
-        return sum(self._is_quick(other) == is_quick for other, _ in self.reading) < _MOST
+        is_read = any(self._is_quick(other) and not future.done() for other, future in self.reading)
+        alike = sum(self._is_quick(other) == is_quick for other, _ in self.reading)
+        return alike < _MOST and (is_quick or not is_read or self._due(request) <= self._read_tokens)
 
     @property
     def has_read(self) -> bool:
