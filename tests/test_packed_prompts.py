@@ -200,15 +200,15 @@ def test_short_prompts_of_a_server_are_read_in_small_passes_the_shorter_ones_fir
         for index, prompt in enumerate(prompts[1:6], 1):
             scheduler.put(index, prompt)
         steps = scheduler.steps()
-        # Each pass has the oldest one; all begin before the row that runs goes on.
-        assert [sorted(request.index for request in next(steps)) for _ in range(3)] == [[1, 2], [3, 5], [4]]
-        assert packed == [[50, 40], [64, 50]]
+        # Each pass has the shortest one; all begin before the row that runs goes on.
+        assert [sorted(request.index for request in next(steps)) for _ in range(3)] == [[1, 2], [4, 5], [3]]
+        assert packed == [[40, 50], [50, 60]]
         assert len(next(steps)) == 6
         scheduler.put(6, prompts[6])
         done = list[Completion]()
         while not scheduler.is_idle:
             done += scheduler.step()
-    assert packed == [[50, 40], [64, 50]]  # a thread reads 129 tokens
+    assert packed == [[40, 50], [50, 60]]  # a thread reads 129 tokens
     for one in done:
         alone = lookahead.generate(model, tiny_tokenizer, prompts[one.index], max_new_tokens=30, do_sample=False)
         assert one.token_ids == alone.token_ids[0]
