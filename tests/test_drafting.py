@@ -15,6 +15,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
 from lookahead.ngram.prune import Limits
 from lookahead.verification.sampling import TokenChooser
+from lookahead.verification.stopping import StoppingRule
 
 ROOT = 9
 
@@ -140,7 +141,7 @@ def test_nodes_count_for_every_source_that_offered_them() -> None:
     draft = merge(ROOT, [chain(1, 2), chain(1, 3, p=0.25)], Limits(9, 9), sources=[1, 1])
     assert draft.tree.tokens.tolist() == [ROOT, 1, 2, 3] and draft.tree.sources.tolist() == [0, 3, 1, 2]
     chooser = TokenChooser(LogitsProcessorList(), do_sample=False, batch_size=1)
-    row = Row(0, [ROOT], chooser, None, device=torch.device("cpu"))
+    row = Row(0, [ROOT], chooser, StoppingRule(9, frozenset()), device=torch.device("cpu"))
     row.count(draft, StepOutput(0, np.array([1, 3, 9]), None, draft, np.array([0, 1, 3])), ["first", "second"])
     assert row.stats.drafted_by_source == {"first": 2, "second": 2}
     assert row.stats.accepted_by_source == {"first": 1, "second": 2}

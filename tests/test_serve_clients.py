@@ -186,7 +186,7 @@ def test_keys_come_from_the_command_line_a_file_or_the_environment(tmp_path, mon
     for options in ({"api_key_file": path}, {"api_key_file": tmp_path / "none"}, {"api_key": " "}):
         with pytest.raises(ConfigError):
             _keys(ServeOptions(**options))
-    with pytest.raises(ConfigError, match="one of"):
+    with pytest.raises(ConfigError, match="pass either --api-key or --api-key-file"):
         _keys(ServeOptions(api_key="k", api_key_file=path))
 
 

@@ -235,7 +235,7 @@ def test_mistakes_on_the_command_line_are_told_in_a_line(folder):
         for arguments, message in (
             ([folder, "--host", "127.0.0.1", "--port", port], f"cannot listen on port {port}"),
             (["no/such/folder/at/all"], "no/such/folder"),
-            ([folder, folder, "--memory", "x.lkm"], "name one model to serve"),
+            ([folder, folder, "--memory", "x.lkm"], "belongs to one model: serve one model"),
             ([folder, "--queue", "-1"], "--queue"),
         ):
             result = CliRunner().invoke(app, ["serve", "--device", "cpu", *arguments])
