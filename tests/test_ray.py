@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -180,8 +181,9 @@ def test_without_ray_the_extra_is_named(summarize, cli_folder, monkeypatch):
     assert "--ray needs ray: pip install 'lookahead-decoding[ray]'" in result.stderr
 
 
-def test_ctrl_c_ends_a_job_of_workers_and_its_cluster_and_keeps_finished_lines(model_folder, cli_folder):
-    """It reaches the command and what it started alike."""
+@pytest.fixture
+def begun(model_folder, cli_folder):
+    """A job of two workers with a cluster of its own, of which some documents are done."""
     texts = "".join(json.dumps({"id": f"d{i}", "text": f"Text number {i}, of some words."}) + "\n" for i in range(4000))
     (cli_folder / "many.jsonl").write_text(texts)
     words = [sys.executable, "-m", "lookahead", "summarize", "many.jsonl", "-o", "out.jsonl", "-n", "12", *TWO]
@@ -194,9 +196,36 @@ def test_ctrl_c_ends_a_job_of_workers_and_its_cluster_and_keeps_finished_lines(m
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     started = psutil.Process(process.pid).children(recursive=True)
+    yield process, started
+    for each in (*started, process):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def finished(path):
+    """The ids of the documents of a file of results, all different."""
+    done = [json.loads(line)["id"] for line in Path(path).read_text().splitlines()]
+    assert 2 <= len(done) < 4000 and len({*done}) == len(done)
+    return done
+
+
+def test_ctrl_c_ends_a_job_of_workers_and_its_cluster_and_keeps_finished_lines(begun):
+    """It reaches the command and what it started alike."""
+    process, started = begun
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    done = [json.loads(line)["id"] for line in output.read_text().splitlines()]
-    assert process.returncode == 130 and 2 <= len(done) < 4000 and len({*done}) == len(done)
+    done = finished("out.jsonl")
+    assert process.returncode == 130
     assert said.splitlines()[-1] == f"interrupted: {len(done)} finished summaries in out.jsonl; --resume continues"
     assert started and not psutil.wait_procs(started, timeout=30)[1]
+
+
+def test_a_job_whose_cluster_dies_ends_with_a_message_and_its_finished_lines(begun):
+    process, started = begun
+    agents = [each for each in started if each.name() == "raylet"]
+    for agent in agents:
+        agent.kill()
+    _, said = process.communicate(timeout=240)
+    assert agents and process.returncode == 1, said
+    assert "the Ray cluster is gone" in said and "--resume" in said, said
+    finished("out.jsonl")
