@@ -29,7 +29,7 @@ class Request:
         row: Its `Row`; None until its turn if it shares none, and if transformers decodes it.
         encoder_tokens: Tokens that an encoder has read for its row.
         seed: Seed of torch's random numbers if it shares no rows; None leaves them.
-        turn: Requests begin in the order of their turns, and within one as they came.
+        turn: Requests begin in the order of their turns, and within one the shorter prompts first.
         salt: Only requests with the same one share kept keys and values.
         came_at: Tokens of prompts that had been read when it was first looked at; None before that.
         unread: Tokens of its prompt that no kept text has, and the `newest` of the store at that time.
