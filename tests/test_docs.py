@@ -49,6 +49,7 @@ NOT_RUN = {
     ("docs/measurements.md", "python -m tools.head_texts"),
     ("docs/measurements.md", "python -m bench.never_slower"),
     ("docs/summaries.md", "python -m bench.long_summaries"),
+    ("docs/summaries.md", "python -m bench.llm"),
     ("docs/memory.md", "python -m bench.ablation"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
     ("docs/drop-in-reference.md", "torchrun --nproc-per-node 2"),
