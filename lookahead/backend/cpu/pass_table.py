@@ -7,7 +7,7 @@ go from parents to children. Nor does the kernel attend everywhere: then queries
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,7 +73,6 @@ class PassTable(KeepsAddresses):
         hidden: Hidden states of any pass, `[1, tokens, size]`.
         rows: Rows of the pass.
         keeps: Hidden states that passes keep, as indices in `output_hidden_states`.
-        slopes: How numbers grow, by all that this depends on. The table adds its own, which takes most of its time.
         packs_experts: Whether mixtures may keep packed copies of their weights.
         is_called: Whether queries attend by the model's own function, between two calls; then there is one row.
     """
@@ -88,7 +87,6 @@ class PassTable(KeepsAddresses):
         rows: int,
         keeps: tuple[int, ...] = (),
         *,
-        slopes: dict[Hashable, NDArray[np.int64]],
         packs_experts: bool = False,
         is_called: bool = False,
     ) -> None:
@@ -135,26 +133,19 @@ class PassTable(KeepsAddresses):
         self.reads_beside, self.tokens = self._beside.shape[2] > 0, range(0)
         self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), settings_of(self._watched)
         written = hidden.new_empty(2)  # two addresses, to see which numbers depend on the output's address
-        numbers = self._numbers(cache, 3, 5, written[1:])
-        stored = [slots for at in parts.slotted for slots in (cache.layers[at].keys, cache.layers[at].values)]
-        packed = [(*weight.packed.shape, *weight[1:]) for weight in (*weights, *of_head)]
-        form = rows, keeps, packs_experts, is_called, self._threads, *packed, *(slots.stride()[1:] for slots in stored)
-        if (known := slopes.get(form)) is None:
-            one, two, later, moved = (
-                self._numbers(cache, tokens, slot, written[place:])
-                for tokens, slot, place in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1))
-            )
-            step = written[1:].data_ptr() - written.data_ptr()
-            known = np.stack([two - one, later - one, (moved - one) // step])
-        base = numbers - np.array([3, 5, written[1:].data_ptr()]) @ known
-        self._affine = np.stack([base, *known])
+        step = written[1:].data_ptr() - written.data_ptr()
+        one, two, later, moved = (
+            self._numbers(cache, tokens, slot, written[place:])
+            for tokens, slot, place in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1))
+        )
+        by_token, by_slot, by_address = two - one, later - one, (moved - one) // step
+        base = one - by_token - written.data_ptr() * by_address
+        self._affine = np.stack([base, by_token, by_slot, by_address])
         self._of_pass: NDArray[np.int64] = np.empty_like(base)  # the numbers of the newest pass
         inputs = self._hidden, *(one for pair in self._positions.values() for one in pair)
         self._inputs, self._address = [one.data_ptr() for one in inputs], self._of_pass.ctypes.data
-        _lay_out(self._affine, 1, 0, written.data_ptr(), self._of_pass)
-        if form not in slopes and (one == self._of_pass).all():
-            slopes[form] = known
-        self.is_right = form in slopes
+        _lay_out(self._affine, 3, 5, written[1:].data_ptr(), self._of_pass)
+        self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of_pass).all())
 
     def serves(self, parts: PassParts, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
         """Whether the table is for these weights and module settings, and nothing has moved since."""

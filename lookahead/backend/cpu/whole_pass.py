@@ -14,7 +14,6 @@ from weakref import ref
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -91,7 +90,6 @@ class WholePass:
         self._placeholders = placeholders_of(model.config)
         self._linears, self._family = parts.linears, parts.layers[0].family
         self._threads = threads  # of a pass, by torch's number of threads; kept with the model
-        self._slopes = dict[Hashable, NDArray[np.int64]]()  # of the tables
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
         self._with_experts, self._reach = next((layer for layer in parts.layers if layer.experts), None), parts.reach
         self._windows = {limits.window for limits in parts.limits if limits.window}
@@ -217,7 +215,7 @@ class WholePass:
             if any(one.keys.dtype != like.dtype for one in slots) or not (is_called or is_kernel):
                 return None
             places = tuple(layer % (last + 1) for layer in layers)
-            options: Any = {"slopes": self._slopes, "packs_experts": packs_experts, "is_called": is_called}
+            options = {"packs_experts": packs_experts, "is_called": is_called}
             table = cache.tables[key] = PassTable(parts, weights, of_head, cache, like, rows, places, **options)
         fitting = [known[mode].rows for known in self._known if mode in known]
         most = min(mode.most_in_call // like.shape[2] + 1, *(some.stop for some in fitting))
