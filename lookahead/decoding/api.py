@@ -129,7 +129,7 @@ def generate(
         return GenerationResult([], [], DecodingStats(), [], [])
     scheduler = Scheduler(reader, on_prefill=on_prefill)
     loop, done = scheduler.begin(reader.plan(encoded, predictions=prediction)), list[Completion]()
-    with loop.serving(is_alone=True):
+    with loop.serving(is_alone=on_prefill is None):
         while not scheduler.is_idle:
             done += scheduler.step()
     return_cache(loop, cache_in(generate_kwargs))

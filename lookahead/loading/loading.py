@@ -36,8 +36,8 @@ _DEFAULT_MISSING = (
 )
 
 HUB = "hf://"
-NOT_ON_HUB = "there is no such model on the Hugging Face Hub, or it is private and the token does not open it"
 """Optional prefix of the address of a model on the Hub."""
+NOT_ON_HUB = "there is no such model on the Hugging Face Hub, or it is private and the token does not open it"
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CLOSE = 0.7  # similarity from which a known name is suggested
