@@ -37,6 +37,7 @@ REMOVED = {
     "continuous_batching": "a server always decodes requests together",
     "cuda_graphs": "passes on a GPU are recorded wherever that works",
     "keep_parts": "a line of results holds the summary of the whole document",
+    "job": "-t FILE.toml takes the options of a file",
     "joint": "training heads leaves the model as it is",
     "enable_cors": "--cors-origin names the origins that may call a server",
     "exactness": "the bits of decoding alone are kept wherever a comparison shows that this works",
@@ -49,6 +50,7 @@ REMOVED = {
     "pack": "weights are packed where that is faster and takes at most a quarter of the memory",
     "pool_from_prompt": "n-grams of the prompt are always among the guesses of the window",
     "price_per_hour": "--dry-run prints the time, which your price multiplies",
+    "show_job": "--save FILE.toml keeps the options that a command is called with",
     "sample": "--limit takes the first documents, and 'shuf -n' draws lines or names of files",
 }
 """Options removed since the last release, with the reason; each is refused by name for one release."""

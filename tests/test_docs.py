@@ -139,9 +139,9 @@ class Desk:
             done = subprocess.run(["bash", "-euo", "pipefail", "-c", line], capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
             return done.stdout + done.stderr
-        if "--model" in _options_of(words[1:]) and not {"--model", "--job"} & {*words}:
+        if "--model" in _options_of(words[1:]) and not {"--model", "-t"} & {*words}:
             words += ["--model", "PATH_OR_ID"]  # a real model would take minutes
-        if "--max-new-tokens" in _options_of(words[1:]) and not {"--max-new-tokens", "--job"} & {*words}:
+        if "--max-new-tokens" in _options_of(words[1:]) and not {"--max-new-tokens", "-t"} & {*words}:
             words += ["--max-new-tokens", "12"]
         result = CliRunner().invoke(app, words[1:], input=source)  # it expands patterns itself
         assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"
@@ -280,8 +280,8 @@ def test_job_files_that_pages_show_are_read(desk: Desk) -> None:
     assert job_files
     for code in job_files:
         (desk.folder / "job.toml").write_text(code)
-        printed = desk.run(Block("sh", "lookahead summarize --job job.toml --show-job\n", None, None))
-        assert {*code.splitlines()} <= {*printed.splitlines()}
+        desk.run(Block("sh", "lookahead summarize -t job.toml --save taken.toml\n", None, None))
+        assert {*code.splitlines()} <= {*(desk.folder / "taken.toml").read_text().splitlines()}
 
 
 def test_blocks_are_left_out_for_a_reason_and_are_few() -> None:

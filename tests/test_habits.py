@@ -1,4 +1,4 @@
-"""What a user has kept between commands: options under a name, the last chat, a log, and what stays of nothing."""
+"""What a user has kept between commands: the last chat, a log, and what stays of nothing."""
 
 from __future__ import annotations
 
@@ -36,29 +36,6 @@ def run(chat_folder: Path, cli_folder: Path, kept: Path) -> Run:
         return CliRunner().invoke(app, [*words, *options], input=input, env={"COLUMNS": "300"})
 
     return invoke
-
-
-def test_options_that_are_saved_under_a_name_are_taken_by_it(run: Run, kept: Path) -> None:
-    plain = run("generate", "abab", "--raw", "--stop", "b")
-    said = run("generate", "--save", "short", "--raw", "--stop", "b", "--proposers", "prompt")
-    assert said.exit_code == 0 and said.stdout == "" and "-t short takes these options from" in said.stderr
-    values = json.loads((kept / "templates" / "short.json").read_text())
-    assert (values["raw"], values["stop"], values["proposers"]) == (True, ["b"], "prompt")
-    assert not {"prompt", "save", "seed"} & values.keys()
-    assert run("generate", "abab", "-t", "short").stdout == plain.stdout
-    (kept / "templates" / "short.json").write_text('{"raw": false, "json_schema": "gone.json"}')
-    assert "gone.json: No such file" in run("generate", "abab", "-t", "short").stderr
-
-
-def test_options_of_another_command_or_name_are_refused(run: Run, kept: Path) -> None:
-    assert run("chat", "--save", "talk", "--session", "s.json").exit_code == 0
-    assert "'lookahead generate' has no session" in " ".join(run("generate", "abab", "-t", "talk").stderr.split())
-    assert "'gone'; the names that are kept: talk" in run("generate", "abab", "-t", "gone").stderr
-    assert "must be letters, digits" in run("generate", "abab", "--save", "../x").stderr
-    (kept / "templates" / "talk.json").write_text('{"save": "other"}')  # it would keep options, and not chat
-    assert "'lookahead chat' has no save" in " ".join(run("chat", "-t", "talk").stderr.split())
-    (kept / "templates" / "talk.json").write_text("[")
-    assert "not a file of options" in run("chat", "-t", "talk").stderr
 
 
 def test_a_chat_is_continued_and_nothing_is_kept_unasked(run: Run, kept: Path, cli_folder: Path) -> None:

@@ -15,13 +15,12 @@ import pytest
 
 import lookahead
 from lookahead.backend.step_costs import cost_path
-from lookahead.cli.job_options import read_job_file
 from lookahead.cli.options import read_prompt_file
 from lookahead.documents import byte_sources as opening
 from lookahead.documents.decode_text import Reject
 from lookahead.documents.inputs import find_inputs
 from lookahead.documents.readers import read_documents
-from lookahead.errors import ConfigError, DocumentError
+from lookahead.errors import DocumentError
 from lookahead.reporting.report_page import write_report
 
 BOMBS = {
@@ -125,12 +124,6 @@ def test_a_pipe_is_no_file_of_results(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(DocumentError, match=f"{name}: not a regular file"):
         write_report(tmp_path / name.replace(".rejects.jsonl", ""))
-
-
-def test_a_pipe_is_no_job_file(tmp_path):
-    os.mkfifo(tmp_path / "job.toml")
-    with pytest.raises(ConfigError, match=r"job .*job\.toml: not a regular file"):
-        read_job_file(tmp_path / "job.toml")
 
 
 def test_a_pipe_is_no_file_of_costs(tmp_path, tiny_llama):

@@ -135,7 +135,6 @@ def test_an_output_that_ends_in_parquet_is_one(summarize, docs):
         (["a.txt", "--overlap", "40"], "overlap was removed: parts of a long document are cut between sections"),
         (["a.txt", "--keep-parts"], "keep_parts was removed: a line of results holds the summary of the whole"),
         (["a.txt", "--prompt-file", "gone.txt"], "gone.txt: No such file"),
-        (["a.txt", "--job", "gone.toml"], "job gone.toml: No such file"),
         (["a.txt", "--sample", "3"], "sample was removed: --limit takes the first documents"),
         (["a.txt", "--pool", "gone.lkp"], "pool gone.lkp: no such file; a job no longer collects its outputs in one"),
         (["a.txt", "--pool", "b.txt"], "b.txt: not a pool file"),
@@ -156,62 +155,6 @@ def test_a_line_longer_than_the_limit_is_put_aside(summarize, cli_folder):
     assert summarize("docs.jsonl", "-o", "out.jsonl", "--max-document-mb", "0.002").exit_code == 1
     assert [record["id"] for record in records("out.jsonl")] == ["docs.jsonl:1", "docs.jsonl:3"]
     assert "docs.jsonl:2: longer than 0.002 MB; --max-document-mb" in records("out.jsonl.rejects.jsonl")[0]["error"]
-
-
-# Job files
-
-
-def test_a_job_file_holds_the_options_and_the_command_line_goes_before_it(summarize, docs, model_folder, cli_folder):
-    settings = f'inputs = ["{docs}"]\noutput = "out.jsonl"\nmodel = "{model_folder}"\nmax_new_tokens = 5\nlimit = 3\n'
-    (cli_folder / "job.toml").write_text(settings)
-    assert summarize("--job", "job.toml", "--max-new-tokens", "4").exit_code == 0
-    assert [record["summary_tokens"] for record in records("out.jsonl")] == [4, 4, 4]
-    shown = summarize("--job", "job.toml", "--show-job", "--max-new-tokens", "4")
-    assert shown.exit_code == 0
-    lines = shown.stdout.splitlines()
-    assert {f'inputs = ["{docs}"]', 'output = "out.jsonl"', "max-new-tokens = 4", "resume = false"} <= set(lines)
-    (cli_folder / "shown.toml").write_text(shown.stdout)
-    again = summarize("--job", "shown.toml", "--show-job", "--max-new-tokens", "4")
-    assert again.stdout == shown.stdout
-
-
-def test_a_number_in_a_job_file_is_as_good_as_its_text_and_a_whole_one_as_any(summarize, docs, cli_folder):
-    (cli_folder / "job.toml").write_text(f'inputs = "{docs}"\nwindow = 3\nmax-document-mb = 2\ndry-run = true\n')
-    assert json.loads(summarize("--job", "job.toml").stdout)["documents"] == 6
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("json = true", "no option 'json'; format = \"json\" prints JSON lines; the options are inputs"),
-        ("max-tokens = 3", "no option 'max-tokens'; the options are inputs, output, id-field"),
-        (
-            "max-new-tokens = 3\nmax_new_tokens = 4",
-            "job job.toml: max_new_tokens is given twice, with - and with _",
-        ),
-        ("limit = [3]", "limit must be a whole number of at least 1, got [3]"),
-        ("limit = 'many'", "job job.toml: limit must be a whole number of at least 1, got 'many'"),
-        ("limit = 0", "limit must be a whole number of at least 1, got 0"),
-        ("limit = true", "limit must be a whole number of at least 1, got true"),
-        ("seed = 1.7", "seed must be a whole number, got 1.7"),
-        ("rows = 2000", "rows must be a whole number from 1 to 1024, got 2000"),
-        ("max_document_mb = '9'", "max_document_mb must be a number from 0.001 to 1000000, got '9'"),
-        ("max-document-mb = nan", "max-document-mb must be a number from 0.001 to 1000000, got nan"),
-        ("max-document-mb = inf", "max-document-mb must be a number from 0.001 to 1000000, got inf"),
-        ("resume = 'perhaps'", "resume must be true or false, got 'perhaps'"),
-        ("resume = 1", "resume must be true or false, got 1"),
-        ("output = true", "output must be a string, got true"),
-        ("style = ['bullets']", "style must be a string, got ['bullets']"),
-        ("[model]", "model must be a string, got {}"),
-        ("inputs = 3", "inputs must be a list of strings, got 3"),
-        ("inputs = ['a.txt', 3]", "inputs must be a list of strings, got ['a.txt', 3]"),
-        ("inputs = [", "not valid TOML"),
-        ("output = 'x.jsonl'", "no input: name files, folders or URLs, or - for stdin; job.toml names none"),
-    ],
-)
-def test_a_job_file_that_makes_no_sense_is_refused_in_one_line(summarize, cli_folder, text, message):
-    (cli_folder / "job.toml").write_text(text)
-    assert message in only_error(summarize("--job", "job.toml"))
 
 
 # Estimates

@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from lookahead.cli.job_options import read_job_file
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs import journal as journals
@@ -285,12 +284,6 @@ def test_a_line_nested_without_end_is_none_of_the_job(file: Path) -> None:
     file.write_text("".join((DEEP, first, *others)))
     with pytest.raises(ConfigError, match=f"{file}:1: not a line of this job"):
         run(documents("abc"), resume=True)
-
-
-def test_a_job_file_nested_without_end_is_refused() -> None:
-    Path("job.toml").write_text("inputs = " + "[" * 100_000)
-    with pytest.raises(ConfigError, match=r"job job\.toml: not valid TOML"):
-        read_job_file(Path("job.toml"))
 
 
 def test_of_ids_of_several_texts_the_first_is_named() -> None:

@@ -279,7 +279,7 @@ def test_a_removed_option_is_refused_by_name_and_with_why_it_went(tiny_llama, ti
     commands = {
         "command": [["generate", "abc", flag], ["summarize", flag, "a.txt"]],
         "command with a value": [["generate", "abc", f"{flag}=yes"]],
-        "job file": [["summarize", "--job", str(job), "a.txt"]],
+        "job file": [["summarize", "-t", str(job), "a.txt"]],
     }
     for command in commands[door]:
         result = CliRunner().invoke(app, command)

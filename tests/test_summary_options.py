@@ -130,12 +130,6 @@ def test_options_that_change_nothing_are_no_other_job(run, cli_folder):
     assert run("summarize", "a.txt", "b.txt", "-o", "out.jsonl", "--resume", *off).exit_code == 0
 
 
-def test_a_job_file_holds_these_options(run, cli_folder):
-    Path("job.toml").write_text('inputs = ["a.txt"]\nrepetition-penalty = 1.3\nstop = ["e", "Q"]\nmin_p = 0.1\n')
-    shown = run("summarize", "--job", "job.toml", "--show-job").stdout
-    assert "repetition-penalty = 1.3\n" in shown and 'stop = ["e", "Q"]\n' in shown and "min-p = 0.1\n" in shown
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

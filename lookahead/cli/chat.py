@@ -16,7 +16,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lookahead.cli.habits import TemplateOptions, last_session, log_answer, note_session
+from lookahead.cli.habits import last_session, log_answer, note_session
+from lookahead.cli.option_files import KeptOptions
 from lookahead.cli.options import DraftingOptions, ModelOptions, SamplingOptions, new_tokens_option, option
 from lookahead.cli.terminal import (
     console,
@@ -58,7 +59,7 @@ _SHOWN = 76  # characters of a message that is named
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(SamplingOptions, DraftingOptions, TemplateOptions, ModelOptions):
+class ChatOptions(SamplingOptions, DraftingOptions, KeptOptions, ModelOptions):
     system: str | None = option(None, "System message.", metavar="TEXT")
     max_new_tokens: int = new_tokens_option(512, "Most tokens of an answer.")
     session: Path | None = option(
@@ -80,8 +81,6 @@ def chat(options: ChatOptions) -> None:
       lookahead chat --session french.json
       printf 'Hello!\\nAnd in French?\\n' | lookahead chat > answers.txt
     """
-    if options.is_saved():
-        return
     if sys.stdin is None:
         raise ConfigError("standard input is closed, so there are no messages")
     check_seed(options.seed)

@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from lookahead.cli.option_files import save_options
 from lookahead.cli.options import options_of
 from lookahead.cli.terminal import usage_errors
 from lookahead.config import refuse_removed
@@ -144,17 +145,17 @@ class App(typer.Typer):
         The words replace their names in braces in its docstring.
         """
         options = options or next(hint for name, hint in get_type_hints(function).items() if name != "return")
-        arguments = {field.name for field in fields(options) if field.metadata.get("argument")}
 
         def run(ctx: typer.Context, **values: Any) -> None:
-            job_file = ctx.default_map or {}  # click takes options from it, but not arguments
-            values.update({name: job_file[name] for name in arguments & {*job_file} if not values[name]})
             with usage_errors(truncates="truncate" in values):
                 _check_texts(options, values)
                 chosen = options(**values)
                 for check in ("check_place", "check_files"):
                     getattr(chosen, check, bool)()
-                function(chosen)
+                if values.get("save") is not None:
+                    save_options(ctx, values["save"])
+                else:
+                    function(chosen)
 
         context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         run.__signature__ = inspect.Signature([context, *_parameters_of(options)])  # type: ignore[attr-defined]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.cli.habits import TemplateOptions, log_answer
+from lookahead.cli.habits import log_answer
+from lookahead.cli.option_files import KeptOptions
 from lookahead.cli.options import (
     DraftingOptions,
     ModelOptions,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(OnePromptOptions, SamplingOptions, DraftingOptions, TemplateOptions, ModelOptions):
+class GenerateOptions(OnePromptOptions, SamplingOptions, DraftingOptions, KeptOptions, ModelOptions):
     prompt: str | None = option(
         None, "A question or a text to continue, or - for stdin. (default: stdin)", argument=True, metavar="PROMPT",
         show_default=False,
@@ -72,8 +73,6 @@ def generate(options: GenerateOptions) -> None:
       lookahead generate "Dear Sir" --model ./large --draft-model ./small
       lookahead generate "Dear Sir" --proposers none --heads ./heads --stats
     """
-    if options.is_saved():
-        return
     config = options.config()
     if options.acceptance != "exact":
         config = replace(config or LookaheadConfig(), acceptance=cast(Any, options.acceptance))

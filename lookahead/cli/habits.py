@@ -1,29 +1,25 @@
-"""What a user asks to keep between commands: options under a name, the last chat, and a log of prompts and answers."""
+"""What a user asks to keep between commands: the last chat, and a log of prompts and answers."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from contextlib import closing
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-import typer
 from platformdirs import user_data_path
 
 from lookahead.cli.options import option
-from lookahead.cli.terminal import harmless, say, show_line, usage_errors
+from lookahead.cli.terminal import harmless, say, show_line
 from lookahead.errors import ConfigError, one_line
 from lookahead.utils.atomic import read_json, write_atomically
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-_NAME = re.compile(r"\w[\w.-]*")
-_NOT_KEPT = {"prompt", "prompt_text", "save", "template"}  # options that belong to one call
 _COLUMNS = ("time", "command", "model", "prompt", "answer")
 _LAST_CHAT = "last_chat.json"
 _MOST_SHOWN = (1 << 63) - 1  # SQLite's largest integer
@@ -35,63 +31,11 @@ def kept(name: str) -> Path:
     return user_data_path("lookahead", appauthor=False) / name
 
 
-def _ready(name: str) -> Path:
-    """As `kept`, in folders that exist: nobody else may read what is in them."""
+def kept_folder(name: str = "") -> Path:
+    """A folder of what is kept, which exists, and in which nobody else may read."""
     kept("").mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = kept(name)
-    file.parent.mkdir(exist_ok=True)
-    return file
-
-
-def _template_file(name: str) -> Path:
-    if _NAME.fullmatch(name) is None:
-        raise ConfigError(f"the name of options must be letters, digits, '.', '_' and '-', got {name!r}")
-    return kept("templates") / f"{name}.json"
-
-
-def _use_template(context: typer.Context, name: str | None) -> str | None:
-    # A name that is no text is refused as that of any other option.
-    if name is not None and name == name.encode(errors="ignore").decode():
-        with usage_errors():
-            file = _template_file(name)
-            try:
-                values = dict(read_json(file))
-            except FileNotFoundError as error:
-                names = ", ".join(sorted(path.stem for path in file.parent.glob("*.json")))
-                others = f"the names that are kept: {names}" if names else "--save NAME keeps some"
-                raise ConfigError(f"no options are kept as {name!r}; {others}") from error
-            except (OSError, ValueError, TypeError) as error:
-                raise ConfigError(f"{file}: not a file of options: {one_line(error)}") from error
-            if unknown := values.keys() - ({parameter.name for parameter in context.command.params} - _NOT_KEPT):
-                raise ConfigError(f"{file}: 'lookahead {context.info_name}' has no {', '.join(sorted(unknown))}")
-            context.default_map = values
-    return name
-
-
-@dataclass(frozen=True, kw_only=True)
-class TemplateOptions:
-    panel: ClassVar[str] = "Templates"
-
-    template: str | None = option(
-        None, "Take the options that --save keeps under this name.", "--template", "-t",
-        metavar="NAME", callback=_use_template, is_eager=True,
-    )  # fmt: skip
-    save: str | None = option(None, "Keep these options under a name, and do nothing else.", metavar="NAME")
-
-    def is_saved(self) -> bool:
-        """Keep the options if `--save` asks for it, those that differ from the defaults; whether it did."""
-        if self.save is None:
-            return False
-        file = _ready(f"templates/{_template_file(self.save).name}")
-        values = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in _NOT_KEPT and field.default is not MISSING
-            if getattr(self, field.name) != field.default
-        }
-        write_atomically(file, json.dumps(values, default=str, indent=1) + "\n")
-        show_line(sys.stderr, f"-t {self.save} takes these options from {file}")
-        return True
+    kept(name).mkdir(exist_ok=True)
+    return kept(name)
 
 
 def last_session(session: Path | None, *, is_continued: bool) -> Path | None:
@@ -104,7 +48,7 @@ def last_session(session: Path | None, *, is_continued: bool) -> Path | None:
     try:
         return Path(_checked(read_json(note)))
     except FileNotFoundError:
-        return _ready("chat.json")
+        return kept_folder() / "chat.json"
     except (OSError, ValueError) as error:
         raise ConfigError(f"{note}: not the name of a chat: {one_line(error)}; remove it to begin one") from error
 
@@ -118,7 +62,7 @@ def _checked(name: Any) -> str:
 def note_session(session: Path) -> None:
     """Note the file of a chat, for `last_session`."""
     # JSON has every name, also one with a line break or with bytes that are no text.
-    write_atomically(_ready(_LAST_CHAT), f"{json.dumps(str(session.expanduser().absolute()))}\n")
+    write_atomically(kept_folder() / _LAST_CHAT, f"{json.dumps(str(session.expanduser().absolute()))}\n")
 
 
 def log_answer(command: str, model: str, prompt: str, answer: str) -> None:
@@ -173,7 +117,7 @@ def log(options: LogOptions) -> None:
         return
     import sqlite3
 
-    _ready(file.name).touch(mode=0o600)
+    (kept_folder() / file.name).touch(mode=0o600)
     try:
         with closing(sqlite3.connect(file)) as base, base:
             base.execute(f"CREATE TABLE IF NOT EXISTS answers ({', '.join(_COLUMNS)})")

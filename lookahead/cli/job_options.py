@@ -1,15 +1,13 @@
-"""The options of `lookahead summarize`, and job files, which hold them in TOML."""
+"""The options of `lookahead summarize`."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import sys
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lookahead.cli.option_files import KeptOptions
 from lookahead.cli.options import (
     FASTEST,
     INPUTS,
@@ -19,33 +17,16 @@ from lookahead.cli.options import (
     RepetitionOptions,
     new_tokens_option,
     option,
-    options_of,
 )
-from lookahead.config import refuse_removed
 from lookahead.documents.byte_sources import MEGABYTE, read_bounded
 from lookahead.documents.decode_text import decode_bytes
 from lookahead.errors import ConfigError
 from lookahead.loading.loading import DEFAULT_MODEL, locate_model
-from lookahead.utils.atomic import read_regular
 
 if TYPE_CHECKING:
     from lookahead.jobs.job_settings import JobSettings
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 FORMATS = ("auto", "text", "json")
-# How errors name the type of an option, and the TOML types it accepts. Click converts a number to a string: window = 7.
-_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
-    "str": ("a string", (str, int)),
-    "Path": ("a string", (str, int)),
-    "int": ("a whole number", (int,)),
-    "float": ("a number", (int, float)),
-    "bool": ("true or false", (bool,)),
-    "list[str]": ("a list of strings", (list,)),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +46,7 @@ class SummaryOptions(RepetitionOptions, DraftingOptions, ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobOptions(DocumentOptions, SummaryOptions):
-    """A job of `lookahead summarize`: what a job file can set."""
-
+class JobOptions(DocumentOptions, KeptOptions, SummaryOptions):
     panel: ClassVar[str] = "Job"
 
     inputs: list[str] | None = option(None, INPUTS, argument=True, metavar="INPUTS", show_default=False)
@@ -79,6 +58,7 @@ class JobOptions(DocumentOptions, SummaryOptions):
     prompt_file: Path | None = option(
         None, "File with your own instruction; {document} in it stands for the document.", metavar="FILE"
     )
+    as_json: bool = option(False, "Print JSON lines on stdout, as --format json does.", "--json")
     format: str = option("auto", "Format of stdout: text, json, or auto: text on a terminal, else JSON lines.")
     overwrite: bool = option(False, "Replace output files that exist.")
     resume: bool = option(False, "Continue an output: add its missing summaries.")
@@ -157,51 +137,3 @@ class JobOptions(DocumentOptions, SummaryOptions):
             if (file := getattr(self, name)) is not None and (path := Path(os.path.expanduser(file))).exists():
                 paths[name] = str(path.absolute())
         return replace(settings, location=location, config=replace(self, **paths).config())
-
-
-def read_job_file(path: Path) -> dict[str, Any]:
-    """The options in a job file, by the fields of `JobOptions`; ConfigError with the file and what is wrong in it."""
-    try:
-        table = tomllib.loads(read_regular(path).decode("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"job {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"job {path}: not valid TOML: {error}") from error
-    names, values = _names(), dict[str, Any]()
-    refuse_removed((name.replace("-", "_") for name in table), f"job {path}: ")
-    for name, value in table.items():
-        option = names.get(name.replace("_", "-"))
-        if option is None:
-            hint = '; format = "json" prints JSON lines' if name in ("json", "as_json", "as-json") else ""
-            raise ConfigError(f"job {path}: no option {name!r}{hint}; the options are {', '.join(names)}")
-        if option.name in values:
-            raise ConfigError(f"job {path}: {name} is given twice, with - and with _")
-        allowed, types = _TYPES[str(option.type).removesuffix(" | None")]
-        least, most = option.metadata.get("min", -math.inf), option.metadata.get("max", math.inf)
-        if list in types:
-            value = [value] if isinstance(value, str) else value
-            is_right = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        else:  # of exactly this type, since bool is a subclass of int
-            is_right = type(value) in types and (isinstance(value, str) or least <= value <= most)
-        if not is_right:
-            if "min" in option.metadata:
-                allowed += f" of at least {least}" if most == math.inf else f" from {least} to {most}"
-            received = str(value).lower() if isinstance(value, bool) else repr(value)
-            raise ConfigError(f"job {path}: {name} must be {allowed}, got {received}")
-        values[option.name] = value
-    return values
-
-
-def to_toml(options: JobOptions) -> str:
-    """All options as a job file, without those that are `None`."""
-    values = {name: getattr(options, option.name) for name, option in _names().items()}
-    set_values = ((name, value) for name, value in values.items() if value is not None)
-    lines = "".join(f"{name} = {json.dumps(value, ensure_ascii=False, default=str)}\n" for name, value in set_values)
-    # JSON values are TOML values, except for the delete character and lone surrogates in strings.
-    return lines.replace("\x7f", "\\u007f").encode("utf-8", "replace").decode()
-
-
-def _names() -> dict[str, Field[Any]]:
-    """The options by their keys in a job file: the longest flag without dashes."""
-    named = [(max(each.metadata["flags"] or (each.name,), key=len), each) for each, _ in options_of(JobOptions)]
-    return {name.lstrip("-").replace("_", "-"): each for name, each in named}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 import typer
 
 from lookahead.cli.job_display import JobDisplay
-from lookahead.cli.job_options import JobOptions, read_job_file, to_toml
+from lookahead.cli.job_options import JobOptions
 from lookahead.cli.options import option
 from lookahead.cli.terminal import (
     console,
@@ -28,7 +28,6 @@ from lookahead.cli.terminal import (
     status_of,
     table,
     tell_if_demonstration,
-    usage_errors,
 )
 from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.decode_text import Document, Reject
@@ -47,23 +46,7 @@ if TYPE_CHECKING:
     from lookahead.summarization.summarizer import Summarizer
 
 
-def _use_job_file(context: typer.Context, path: Path | None) -> Path | None:
-    if path is not None:
-        with usage_errors():
-            context.default_map = read_job_file(path)
-    return path
-
-
-@dataclass(frozen=True, kw_only=True)
-class SummarizeOptions(JobOptions):
-    job: Path | None = option(
-        None, "Take these options from a TOML file.", metavar="FILE", callback=_use_job_file, is_eager=True
-    )
-    show_job: bool = option(False, "Print all options as a job file, and do nothing.")
-    as_json: bool = option(False, "Print JSON lines on stdout, as --format json does.", "--json")
-
-
-def summarize(options: SummarizeOptions) -> None:
+def summarize(options: JobOptions) -> None:
     """Summarize documents of any length.
 
     A document longer than the model's context is cut between sections or sentences. Its parts are summarized, and then
@@ -84,7 +67,7 @@ def summarize(options: SummarizeOptions) -> None:
       lookahead summarize docs/ s3://bucket/more.parquet -o out.parquet --resume
       cat article.txt | lookahead summarize -
       lookahead summarize docs.jsonl --text-field body -o out.jsonl
-      lookahead summarize --job job.toml --dry-run
+      lookahead summarize -t job.toml --dry-run
 
     Exit status: 0 all documents are summarized; 1 a document failed, a file could not be written or was changed by
     another program, or --compare found a difference in fp32; 2 an argument is wrong, and nothing was written; 130,
@@ -94,13 +77,9 @@ def summarize(options: SummarizeOptions) -> None:
         if options.format == "text":
             raise ConfigError("--json and --format text exclude each other")
         options = replace(options, format="json")
-    if options.show_job:
-        print(to_toml(options), end="")
-        return
     inputs = options.inputs
     if not inputs:
-        where = f"; {options.job} names none" if options.job is not None else ""
-        raise ConfigError(f"no input: name files, folders or URLs, or - for stdin{where}")
+        raise ConfigError("no input: name files, folders or URLs, or - for stdin")
     settings = options.settings()
     options.check()
     paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume, options.retry_rejects)
