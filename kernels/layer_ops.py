@@ -14,16 +14,17 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from lookahead.kernels.jobs import Job, claim_part
+from lookahead.kernels.jobs import Job, by_parts, claim_part
 from lookahead.kernels.norm_rows import ROUNDED, norm_rows
 from lookahead.kernels.scalars import bits_of, exp, jit_part, narrow, numbers_at, widen
 from lookahead.utils.addresses import array_at
 
 _F = np.float32
 _MAX_EXP_INPUT = _F(80.0)  # from here on SiLU returns its input
-_NORM, _ROTATION, _GATING, _STORING, _COPYING = range(5)  # kinds of jobs
+_NORM, _ROTATION, _STORING, _COPYING = range(4)  # kinds of jobs
 SILU, GELU_TANH, TABLE, SIGMOID, GELU, RELU_SQUARED = range(6)
 """Activations: formulas, and a table of the results of all bfloat16 numbers."""
+_AT_ONCE = 1024  # numbers that are activated at a time, and the least for a part
 _HALF_ROOT, _ERF_SHARE = _F(0.7071067811865476), _F(0.3275911)
 _ERF_SERIES = tuple(map(_F, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)))
 _GELU_FACTOR, _GELU_CUBE = _F(1.5957691216057308), _F(0.044715)  # 2 * sqrt(2 / pi)
@@ -125,7 +126,8 @@ def gating(
     tensors = gate, up, table, gate if out is None else out
     places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     sizes = (1, gate.numel(), 0, 1) if out is None else (*gate.shape, *gate.stride())
-    return _ENTRIES[gate.dtype], 1, (_GATING, *places, *sizes, kind, bits_of(limit), bits_of(factor)), tensors
+    of_job = *places, *sizes, kind, bits_of(limit), bits_of(factor), (parts := torch.get_num_threads())
+    return _GATES[gate.dtype], parts, of_job, tensors
 
 
 def storing(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> Job:
@@ -215,41 +217,81 @@ def _gelu(x):
 
 
 @jit_part
-def _gate(address, kind):
-    """Write the products of rows that are `step` numbers apart, as their numbers are `apart`."""
-    numbers = array_at(address, (11,), np.int64)
-    gate_at, up_at, table_at, out_at, rows, size, step, apart, formula, limit_bits, factor_bits = numbers
+def _gate(address, part, kind):
+    """Write a part of the products of rows that are `step` numbers apart, as their numbers are `apart`."""
+    numbers = array_at(address, (12,), np.int64)
+    gate_at, up_at, table_at, out_at, rows, size, step, apart, formula, limit_bits, factor_bits, parts = numbers
     limit, factor = np.int32(limit_bits).view(np.float32), np.int32(factor_bits).view(np.float32)
     span, table = (rows - 1) * step + (size - 1) * apart + 1, array_at(table_at, (1 << 16,), np.uint16)
     gates, ups, outs = (
         numbers_at(gate_at, span, kind), numbers_at(up_at, span, kind), numbers_at(out_at, rows * size, kind),
     )  # fmt: skip
-    for row in range(rows):
-        first, end = row * step, row * step + (size - 1) * apart + 1
-        gate, out = gates[first:end:apart], outs[row * size : (row + 1) * size]
+    # Results may replace gates, and a loop over numbers that it replaces is not vectorized.
+    line, other, share = np.empty(_AT_ONCE, np.float32), np.empty(_AT_ONCE, np.float32), _AT_ONCE
+    share = max(share, (rows * size + parts - 1) // parts)
+    at, end = part * share, min(rows * size, (part + 1) * share)
+    while at < end:
+        row, column = at // size, at % size
+        count, first = min(_AT_ONCE, size - column, end - at), row * step + column * apart
+        out = outs[at : at + count]
         if formula == TABLE:
-            for i in range(size):
-                out[i] = _looked_up(gate[i], table)
-        for i in range(0 if formula == TABLE else size):
-            x = widen(gate[i])
-            x = limit if limit and x > limit else x
-            if formula == GELU:
-                out[i] = narrow(_gelu(x), gate[i])
-                continue
-            if formula == RELU_SQUARED:
-                out[i] = narrow(_F(0.0) if x < _F(0.0) else x * x, gate[i])
-                continue
-            power = _GELU_FACTOR * (x + _GELU_CUBE * x * x * x) if formula == GELU_TANH else factor * x
-            top = _F(1.0) if formula == SIGMOID else x
-            out[i] = narrow(top / (_F(1.0) + exp(-power if power < _MAX_EXP_INPUT else -_MAX_EXP_INPUT)), gate[i])
+            for i in range(count):
+                line[i] = widen(_looked_up(gates[first + i * apart], table))
+        else:
+            _load(gates, first, apart, count, line)
+            _activate(line, count, formula, limit, factor)
         if up_at:
-            up = ups[first:end:apart]
-            for i in range(size if limit else 0):
-                y = widen(up[i])
+            _load(ups, first, apart, count, other)
+            for i in range(count if limit else 0):
+                y = other[i]
                 y = limit if y > limit else -limit if y < -limit else y
-                out[i] = narrow(widen(out[i]) * widen(narrow(y + _F(1.0), out[i])), out[i])
-            for i in range(0 if limit else size):
-                out[i] = narrow(widen(out[i]) * widen(up[i]), out[i])
+                other[i] = widen(narrow(y + _F(1.0), out[0]))
+            for i in range(count):
+                line[i] = widen(narrow(line[i], out[0])) * other[i]
+        for i in range(count):
+            out[i] = narrow(line[i], out[0])
+        at += count
+
+
+@jit_part
+def _load(numbers, first, apart, count, line):
+    """Copy numbers that are `apart` to a line, as float32."""
+    if apart == 1:
+        near = numbers[first : first + count]
+        for i in range(count):
+            line[i] = widen(near[i])
+    else:
+        for i in range(count):
+            line[i] = widen(numbers[first + i * apart])
+
+
+@jit_part
+def _activate(line, count, formula, limit, factor):
+    """Replace numbers by their activations."""
+    for i in range(count if limit else 0):
+        line[i] = limit if line[i] > limit else line[i]
+    if formula == GELU:
+        for i in range(count):
+            line[i] = _gelu(line[i])
+    elif formula == RELU_SQUARED:
+        for i in range(count):
+            line[i] = _F(0.0) if line[i] < _F(0.0) else line[i] * line[i]
+    elif formula == GELU_TANH:
+        for i in range(count):
+            x = line[i]
+            line[i] = x / _share_of(_GELU_FACTOR * (x + _GELU_CUBE * x * x * x))
+    elif formula == SIGMOID:
+        for i in range(count):
+            line[i] = _F(1.0) / _share_of(factor * line[i])
+    else:
+        for i in range(count):
+            line[i] = line[i] / _share_of(factor * line[i])
+
+
+@jit_part
+def _share_of(power):
+    """What a number is divided by, to multiply it by the sigmoid of `power`."""
+    return _F(1.0) + exp(-power if power < _MAX_EXP_INPUT else -_MAX_EXP_INPUT)
 
 
 def _looked_up(number: Any, table: Any) -> Any:
@@ -299,8 +341,6 @@ def _work(address, kind):
         norm_rows(numbers, kind)
     elif job == _ROTATION:
         _rotate(numbers, kind)
-    elif job == _GATING:
-        _gate(numbers, kind)
     elif job == _COPYING:
         _copy(numbers, kind)
     else:
@@ -316,3 +356,4 @@ def _work_on_floats(address: Any) -> None:
 
 
 _ENTRIES = {torch.bfloat16: _work_on_halves, torch.float32: _work_on_floats}
+_GATES = by_parts(_gate)

@@ -165,3 +165,18 @@ def test_gates_of_rows_that_are_apart_have_the_values_of_torch():
         alone = both[:, :48].contiguous()
         run(layer_ops.gating(alone, None, kind))
         torch.testing.assert_close(alone, own(both[:, :48]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("apart", [1, 2])
+def test_threads_that_share_gates_write_every_product_once(threads, apart):
+    before = torch.get_num_threads()
+    both = random(5, 2, 1500 * apart, spread=0.5).to(HALF)
+    gate, up = both[:, 0, ::apart], both[:, 1, ::apart]
+    out = torch.full((5, 1500), torch.nan, dtype=HALF)
+    try:
+        torch.set_num_threads(threads)
+        run(layer_ops.gating(gate, up, out=out))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(out, nn.functional.silu(gate) * up)
