@@ -307,7 +307,7 @@ def test_two_processes_do_not_write_one_output():
     paths = OutputPaths(OUT, resume=True)
     with (
         Journal(paths, JOB, []),
-        pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"),
+        pytest.raises(ConfigError, match=r"out\.jsonl cannot be written: another process is"),
     ):
         Journal(paths, JOB, [])
 

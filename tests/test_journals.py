@@ -197,7 +197,7 @@ def test_what_a_process_is_writing_is_left_to_it(options: dict[str, bool]) -> No
     with Journal(paths, JOB, []) as journal:
         journal.append(*line("a"))
         before = OUT.read_bytes()
-        with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
+        with pytest.raises(ConfigError, match=r"out\.jsonl cannot be written: another process is"):
             run(documents("b"), **options)
         assert OUT.read_bytes() == before and Path("out.jsonl.manifest.json").exists()
 
@@ -207,7 +207,7 @@ def test_two_jobs_do_not_write_rejects_to_one_file() -> None:
         pass
     with (
         Journal(OutputPaths(OUT, Path("bad.jsonl")), JOB, []),
-        pytest.raises(ConfigError, match=r"bad\.jsonl is being written by another process"),
+        pytest.raises(ConfigError, match=r"bad\.jsonl cannot be written: another process is"),
     ):
         Journal(OutputPaths(Path("other.jsonl"), Path("bad.jsonl")), JOB, [])
     with Journal(OutputPaths(Path("other.jsonl"), Path("bad.jsonl")), JOB, []):
@@ -224,7 +224,7 @@ def test_a_job_is_alone_also_when_its_files_were_replaced() -> None:
         before = OUT.stat().st_ino
         journal.finish()
         assert OUT.stat().st_ino != before
-        with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
+        with pytest.raises(ConfigError, match=r"out\.jsonl cannot be written: another process is"):
             Journal(paths, JOB, [])
     with Journal(paths, JOB, []):
         pass
@@ -235,7 +235,7 @@ def test_of_two_jobs_begun_at_once_one_is_told_and_the_other_goes_on(monkeypatch
 
     def write_while_another_begins(*manifest: Any) -> None:
         monkeypatch.setattr(journals, "write_manifest", write_manifest)
-        with pytest.raises(ConfigError, match=r"out\.jsonl is being written by another process"):
+        with pytest.raises(ConfigError, match=r"out\.jsonl cannot be written: another process is"):
             Journal(paths, JOB, [])
         write_manifest(*manifest)
 

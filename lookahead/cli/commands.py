@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING
 from itertools import takewhile
-from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -30,7 +28,6 @@ REMOVED_COMMANDS = {
     "run them with and without --heads DIR or --draft-model MODEL",
 }
 """Commands removed since the last release, with the reason and what to do; each is refused by name for one release."""
-_LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")  # the first one that is set counts
 _FILES = ("FILE", "FILE.lkm", "FILES", "DIR", "INPUTS")  # metavars of file names that are not of type `Path`
 
 
@@ -60,36 +57,16 @@ def _unwrapped(text: str) -> str:
 
 
 def _check_texts(options: type, values: Mapping[str, Any]) -> None:
-    """Refuse a text that the locale could not decode with a ConfigError, and so the name of a model.
-
-    Names of files may hold any bytes, and are let through.
-    """
-    hints = get_type_hints(options)
+    """Refuse a text that the locale could not decode with a ConfigError; names of files may hold any bytes."""
     for each, _ in options_of(options):
-        shown, hint, value = each.metadata.get("metavar"), hints[each.name], values[each.name]
-        if shown in _FILES or Path in (hint, *get_args(hint)):
-            continue
+        shown, value = each.metadata.get("metavar"), values[each.name]
         for text in value if isinstance(value, list) else [value]:
-            if not isinstance(text, str):
-                continue
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
+            if isinstance(text, str) and shown not in _FILES and text != text.encode(errors="ignore").decode():
                 flag = next(iter(each.metadata["flags"]), f"--{each.name.replace('_', '-')}")
-                name = shown if each.metadata.get("argument") else flag
-                raise ConfigError(f"argument {name} {_describe_locale(text, error.start)}") from error
-
-
-def _describe_locale(text: str, place: int) -> str:
-    """Why a character that stands for a byte is no text."""
-    encoding = sys.getfilesystemencoding()
-    setting = next((f"{name}={value}, " for name in _LOCALE if (value := os.environ.get(name))), "")
-    remedy = "pass UTF-8" if encoding == "utf-8" else "set a UTF-8 locale such as C.UTF-8"
-    byte = os.fsencode(text[place])[0]
-    return (
-        f"is not valid text in the locale's encoding ({setting}{encoding}): got byte 0x{byte:02x} as character "
-        f"{place}; {remedy}"
-    )
+                name, encoding = shown if each.metadata.get("argument") else flag, sys.getfilesystemencoding()
+                remedy = "pass UTF-8" if encoding == "utf-8" else "set a UTF-8 locale such as C.UTF-8"
+                told = f"argument {name} is not valid text in the locale's encoding ({encoding})"
+                raise ConfigError(f"{told}: got {text!a:.60}; {remedy}")
 
 
 class _Plain:

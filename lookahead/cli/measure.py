@@ -8,7 +8,7 @@ import sys
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich.text import Text
@@ -95,20 +95,20 @@ def explain(options: ExplainOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ModelOptions):
-    kind: str = option(help="medusa or eagle3.", argument=True, metavar="KIND")
+    kind: Literal["medusa", "eagle3"] = option(help="The kind of heads.", argument=True, metavar="KIND")
     data: Path = option(
         help="JSON lines with 'text', with 'prompt' and 'output', or with 'prompt' alone.", metavar="FILE"
     )
     output: Path = option(MISSING, "Folder for the heads.", "--output", "-o", metavar="DIR")
-    heads: int = option(4, "Tokens drafted beyond the next one: heads, or steps of EAGLE.")
-    draft_vocab: int = option(32_000, "eagle3: size of the draft vocabulary, the most frequent tokens.")
-    steps: int | None = option(None, "Batches to train on. (default: the data once)")
-    batch_size: int = option(8, "Examples in a batch.")
-    learning_rate: float = option(1e-3, "Peak learning rate.")
-    max_length: int = option(1024, "Most tokens of an example.")
+    heads: int = option(4, "Tokens drafted beyond the next one: heads, or steps of EAGLE.", min=1)
+    draft_vocab: int = option(32_000, "eagle3: size of the draft vocabulary, the most frequent tokens.", min=1)
+    steps: int | None = option(None, "Batches to train on. (default: the data once)", min=1)
+    batch_size: int = option(8, "Examples in a batch.", min=1)
+    learning_rate: float = option(1e-3, "Peak learning rate.", min=1e-9)
+    max_length: int = option(1024, "Most tokens of an example.", min=2)
     max_new_tokens: int = new_tokens_option(256, "Most tokens of an answer that the model writes itself.")
-    hold_out_every: int = option(20, "One example in N is held out for evaluation.")
-    seed: int = option(0, "Seed of the initial weights and the order of the examples.")
+    hold_out_every: int = option(20, "One example in N is held out for evaluation.", min=2)
+    seed: int = option(0, "Seed of the initial weights and the order of the examples.", min=0, max=(1 << 32) - 1)
     dtype: str = option("auto", "fp32, bf16, fp16, or auto: the checkpoint's own on a GPU, fp32 on a CPU.")
     resume: bool = option(False, "Continue from the last checkpoint in DIR.")
     as_json: bool = option(False, "Print one JSON object.", "--json")

@@ -200,9 +200,10 @@ class Journal(ExitStack):
         self._unreadable: set[bytes] = set()  # keys of the ids of unreadable documents, without `is_part`
         self._same_ids: list[DocumentId] = []  # ids of documents that share an id with a different text
         with ExitStack() as files:  # releases the lock if opening fails
-            _lock(self._results, files)
-            if self._rejects != Path(f"{self._results}.rejects.jsonl"):  # may be shared with other jobs
-                _lock(self._rejects, files)
+            own = Path(f"{self._results}.rejects.jsonl")  # others may be those of several jobs
+            for path in (self._results, self._rejects)[: 1 + (self._rejects != own)]:
+                with write_errors(path):
+                    files.enter_context(locked(path, timeout_s=0))
             paths.clear()
             earlier = None if paths.overwrite else read_manifest(self._results)
             if earlier is not None and (different := identity.differences(earlier["job"])):
@@ -318,13 +319,3 @@ def _begins_with_result(path: Path) -> bool:
     """Whether a file is missing, is empty, or begins with a line of results."""
     first = next(read_entries(path, Line.from_json), None) if path.is_file() else None
     return first is None or first.line is not None
-
-
-def _lock(output: Path, files: ExitStack) -> None:
-    """Lock an output until `files` is closed; ConfigError if another process holds the lock."""
-    with write_errors(output):
-        try:
-            files.enter_context(locked(output, timeout_s=0))
-        except TimeoutError as error:
-            what = f"output {output} is being written by another process; wait for it, or stop it"
-            raise ConfigError(what) from error

@@ -44,7 +44,8 @@ def locked(path: Path, timeout_s: float = _LOCK_S) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
-        what = f"another process has been writing it{f' for {timeout_s:.0f} s' if timeout_s else ''}"
+        since = f" for {timeout_s:.0f} s" if timeout_s else ""
+        what = f"another process is writing it{since}; wait for it, or stop it"
         raise TimeoutError(errno.ETIMEDOUT, what, str(path)) from error
     except NotImplementedError:  # a file system without locks
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,7 @@ def make_examples(
     `answers` holds the model's answers by prompt. Plain text is split into pieces of `max_length`; all tokens of a
     piece but the first are wanted.
     """
-
-    def encode(text: str, **options: Any) -> list[int]:
-        ids: list[int] = tokenizer(text, verbose=False, **options)["input_ids"]
-        return ids
-
+    encode: Any = partial(tokenizer.encode, verbose=False)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     examples = []
     for prompt, output in records:

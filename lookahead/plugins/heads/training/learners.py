@@ -55,15 +55,12 @@ class Learner(nn.Module, ABC):
         layers: The decoder layers whose inputs the heads read; empty for the input of the LM head.
     """
 
+    model: PreTrainedModel
+
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.layers = layers
-        self._models = (model,)  # in a tuple, so that it is no submodule
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model whose tokens the heads guess."""
-        return self._models[0]
+        self.__dict__["model"] = model  # past `nn.Module`, of which it is no submodule
 
     def forward(self, input_ids: Tensor, wanted: Tensor) -> dict[str, Tensor]:
         """The loss of a batch `[batch, tokens]`, and int64 `[1, depth, 2]`: hits and trials of each guessed token."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,54 +51,36 @@ def train_heads(
         For each guessed token, the accuracy on held-out examples: `eval_accuracy_1` and so on.
 
     Raises:
-        TrainingError: accelerate is missing, the data is unusable, or the folder holds a run.
+        TrainingError: accelerate is missing, a line of the data is invalid, or the folder holds a run to resume.
+        DocumentError: The data is not text.
         HeadsError: The model does not support heads.
+        OSError: The data cannot be read, or another process trains into the folder.
     """
     check_trainer()
     records = read_records(data)
     lm_head(loaded.model)
-    with _entered(output, resume=resume):
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with locked(output, timeout_s=0):
+        checkpoints = [path for path in output.glob("checkpoints/checkpoint-*") if (path / _DONE).is_file()]
+        if not resume and (checkpoints or any((output / name).exists() for name in (_ANSWERS, "config.json"))):
+            raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
+        output.mkdir(exist_ok=True)
         prompts = [prompt for prompt, text in records if text is None and prompt is not None]
         answers: dict[str, list[int]] = {}
         if prompts:
             say(f"{len(prompts):,} prompts without an output: the model answers them first")
             answers = data_of.answer_prompts(loaded, prompts, output / _ANSWERS, settings.max_new_tokens, say)
         examples = data_of.make_examples(records, loaded.tokenizer, answers, settings.max_length)
+        last = max(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
         was_training = loaded.model.training
         try:
             trainer, heads = _prepare(loaded.model.eval(), examples, output, settings, say)
-            last = _last_checkpoint(output)
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
             metrics = {name: value for name, value in trainer.evaluate().items() if name.startswith(_SHOWN)}
         finally:
             loaded.model.train(was_training)
         write_heads(heads, output, loaded.model)
     return metrics
-
-
-def _last_checkpoint(output: Path) -> Path | None:
-    whole = [path for path in output.glob("checkpoints/checkpoint-*") if (path / _DONE).is_file()]
-    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
-@contextmanager
-def _entered(output: Path, *, resume: bool) -> Iterator[None]:
-    """Lock the folder of a run, and create it. TrainingError if another process uses it, or it holds a run to resume.
-
-    A run that has neither answers, a checkpoint nor heads is begun anew.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(output, timeout_s=0))
-        except TimeoutError as error:
-            what = "is being written by another process; wait for it, stop it, or choose another --output"
-            raise TrainingError(f"{output} {what}") from error
-        has_files = any((output / name).exists() for name in (_ANSWERS, "config.json"))
-        if not resume and (has_files or _last_checkpoint(output) is not None):
-            raise TrainingError(f"{output} already holds a run: pass --resume, or choose another --output")
-        output.mkdir(exist_ok=True)
-        yield
 
 
 def _prepare(
@@ -117,10 +97,8 @@ def _prepare(
 
     train, held_out = data_of.split_examples(examples, settings.hold_out_every)
     say(f"{len(train):,} examples to train on, {len(held_out):,} held out")
-    gpus = [model.device] if model.device.type == "cuda" else []  # torch warns if it has to guess them
-    with torch.random.fork_rng(gpus):
-        torch.manual_seed(settings.seed)  # a resumed run begins with the same weights
-        learner, heads = untrained(model, train, settings)
+    torch.manual_seed(settings.seed)  # a resumed run begins with the same weights; Trainer sets the seed too
+    learner, heads = untrained(model, train, settings)
     on_cpu = model.device.type == "cpu"
     arguments = TrainingArguments(
         output_dir=str(output / "checkpoints"),
@@ -147,7 +125,7 @@ def _prepare(
     )
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # else Trainer would split a batch among GPUs, and the model is on one
-    trainer = Trainer(  # also sets the seed
+    trainer = Trainer(
         model=learner,
         args=arguments,
         data_collator=lambda items: items[0],
