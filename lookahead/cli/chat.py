@@ -115,11 +115,7 @@ def chat(options: ChatOptions) -> None:
 class Chat:
     """Reads messages and commands from stdin, and answers them.
 
-    Args:
-        conversation: Answers the messages.
-        max_new_tokens: The most tokens of an answer.
-        session: Where the messages are kept after every change; None for nowhere.
-        log: Receives every message and its answer.
+    `session` keeps the messages after every change, and `log` receives every message with its answer.
     """
 
     def __init__(

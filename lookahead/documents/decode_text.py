@@ -54,12 +54,7 @@ class Reject:
 
 
 def decode_bytes(data: bytes, name: str, start: int = 0) -> str:
-    """Decode text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark.
-
-    Args:
-        data: The bytes.
-        name: The name of the file, for error messages.
-        start: The byte offset of `data` in the file.
+    """Decode text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark; `start` is its byte offset in the file.
 
     Raises:
         DocumentError: The bytes are not text. The message has the name of the file and the byte offset.

@@ -186,13 +186,7 @@ def estimate_job(
 ) -> Estimate:
     """Read and cut all documents, summarize a few random ones, and extrapolate their time. Nothing is written.
 
-    Only some parts of a long document are summarized. Their time is scaled to the document by tokens.
-
-    Args:
-        documents: All documents of the job. Unreadable documents are counted.
-        fitter: Cuts documents as the job would.
-        summarize_all: Summarizes the timed documents.
-        seed: The seed of the random choice.
+    Unreadable documents are counted. Only some parts of a long document are summarized; their time is scaled by tokens.
     """
     draw, estimate = random.Random(seed), Estimate()
     seen: set[bytes] = set()

@@ -15,21 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """Everything a process needs to summarize the documents of a job.
+    """All that a process needs to summarize documents: arguments of `lookahead.load` and of `Summarizer`.
 
     Attributes:
-        model: The name of the model, as for `lookahead.load`; dtype, device and quantize are arguments of it too.
         location: Where this process loads the model from; `None` is `model`.
         threads: CPU threads; `None` is PyTorch's default.
-        request: The instruction for the model.
-        max_new_tokens: Maximum number of tokens of a summary, at least 1.
-        num_beams: Beams of the search, at least 1; `None` uses the model's own number.
-        sampling: Other options of `model.generate`; greedy without `do_sample`.
-        seed: The seed of every call that samples.
-        compare: Whether every document is also decoded plainly.
-        config: How drafts are made; `None` is the default.
         rows: Prompts decoded together, 1 to 1024; `None` chooses by device.
-        predicts: Whether documents may have predictions of their summaries.
     """
 
     model: str

@@ -173,18 +173,12 @@ class Journal(ExitStack):
     """The results, rejects and manifest of a job that can be resumed.
 
     A document is finished if it has a line with its id and the hash of its text. Lines are appended as documents
-    finish, and sorted into the order of the inputs at the end.
-
-    Args:
-        paths: The files.
-        identity: The identity of the job.
-        notes: Receives messages to the user about the files.
-        is_part: Whether the job takes only a part of the inputs; the lines of other documents are kept.
+    finish, and sorted into the order of the inputs at the end. With `is_part` the job takes only a part of the inputs,
+    and the lines of other documents are kept. `notes` receives messages to the user about the files.
 
     Raises:
         ConfigError: The results belong to another job, are being written by another process, or are damaged.
-        ResultsError: Another program changed or removed the files while the job ran. The lines and the manifest are
-            kept, so that the job can be resumed.
+        ResultsError: Another program changed or removed the files while the job ran; the job can be resumed.
     """
 
     def __init__(self, paths: OutputPaths, identity: JobIdentity, notes: list[str], *, is_part: bool = False) -> None:

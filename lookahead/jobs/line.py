@@ -91,14 +91,11 @@ class Line:
     ) -> Line:
         """The line of a JSON object, or of a Parquet row, where objects and lists are JSON text.
 
-        Args:
-            record: The values of its fields; `None` stands for a missing field.
-            is_reject: Whether it is a line of rejects.
-            job: The fingerprint that it must have.
-            leaves_gaps: Replace missing or wrong values by `None`, or for an id or model by its JSON text.
+        With `leaves_gaps`, missing or wrong values become `None`, or for an id or model their JSON text.
 
         Raises:
-            ValueError: A field is missing or wrong. The message is a predicate: "has no id".
+            ValueError: A field is missing or wrong, or `job` is not its fingerprint. The message is a predicate: "has
+                no id".
         """
         if not (is_reject or "summary" in record or "stats" in record):
             names = ", ".join(map(repr, islice(record, 4))) or "nothing"
@@ -176,13 +173,10 @@ class Entry(NamedTuple):
 def read_entries(
     path: Path, read: Callable[[Record], Line], *, is_lenient: bool = False, most_bytes: int = UNBOUNDED
 ) -> Iterator[Entry]:
-    """The lines of a file.
+    """The lines of a file, of at most `most_bytes` bytes; `read` makes a line of a JSON object, or raises a ValueError.
 
-    Args:
-        path: The file.
-        read: The line of a JSON object; ValueError if it is none.
-        is_lenient: Skip empty lines, and read the last one also without its line break: the job may be writing it.
-        most_bytes: Maximum bytes of a line.
+    With `is_lenient` empty lines are skipped, and the last one is read without its line break: the job may be writing
+    it.
     """
     with open(path, "rb") as file:
         for number, (offset, encoded) in enumerate(bounded_lines(file, most_bytes), start=1):

@@ -117,12 +117,10 @@ class LineFile(ExitStack):
         self._is_released = True
 
     def sort(self, order: Iterable[bytes], is_outdated: Callable[[Line], bool], *, newest_only: bool = False) -> Sorted:
-        """Sort the lines. The released file is replaced atomically, and only if a line moves or is dropped.
+        """Sort the lines by the order of their keys, lines without a key in it last; a key may repeat.
 
-        Args:
-            order: Keys of lines in the wanted order; a key may repeat. Lines without a key in it come last.
-            is_outdated: Whether to drop a line without a key in `order`.
-            newest_only: Whether only the last line of each key is kept.
+        The released file is replaced atomically, and only if a line moves or is dropped: one that `is_outdated`,
+        without a key in `order`, and with `newest_only` all but the last line of each key.
 
         Raises:
             OSError: The file cannot be written; it is unchanged.

@@ -106,15 +106,9 @@ class _Call(NamedTuple):
 
 
 class WorkerPool:
-    """Summarizes documents with a number of workers on a cluster.
+    """Summarizes documents with workers on a cluster, each with `settings`, whose threads Ray counts as CPUs.
 
-    Ray counts their threads as CPUs. Workers without resources wait, so that an autoscaling cluster grows.
-
-    Args:
-        ray: The module, connected to a cluster.
-        settings: The settings of every worker; `threads` must be a number.
-        workers: Number of workers, at least 1.
-        gpus: GPUs of each worker.
+    Workers without resources wait, so that an autoscaling cluster grows. `ray` is the module, connected to a cluster.
     """
 
     def __init__(self, ray: Any, settings: JobSettings, workers: int, gpus: int = 0) -> None:

@@ -16,11 +16,8 @@ class KnownRequests:
 
     A row belongs to the request whose tokens it begins with. If the request of a row is unchanged, about 32 tokens are
     compared, else all. A request that is in no row is set aside, since it may return: the engine does not report
-    whether it was finished, aborted or preempted.
-
-    Args:
-        max_aside: Maximum number of requests set aside. The longest absent are dropped first.
-        aside_tokens: Maximum number of tokens of all requests set aside.
+    whether it was finished, aborted or preempted. Beyond `max_aside` requests and `aside_tokens` tokens the longest
+    absent go first.
     """
 
     def __init__(self, max_aside: int, aside_tokens: int) -> None:
@@ -29,15 +26,12 @@ class KnownRequests:
         self._max_aside, self._aside_tokens = max_aside, aside_tokens
 
     def match(self, tokens: IntArray, counts: NDArray[np.int64], wanted: Sequence[object]) -> list[ChainRequest]:
-        """Find the request of every row.
+        """Find the request of every row; returns the requests that left their rows in this call.
 
         Args:
             tokens: int32 `[rows or more, columns]`, the tokens of each row.
             counts: int64 `[rows]`, the number of tokens of each row.
             wanted: For each row, whether to look for its request among the requests that left.
-
-        Returns:
-            The requests that left their rows in this call.
         """
         rows: list[ChainRequest | None] = [None] * counts.size
         left = []

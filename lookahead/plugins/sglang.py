@@ -29,13 +29,8 @@ _log = logging.getLogger(__name__)
 class DraftCorpus:
     """Chains for SGLang's n-gram worker, in the place of its `NgramCorpus`.
 
-    A draft has the same number of nodes for every request: the newest token, a chain behind it, and padding.
-
-    Args:
-        nodes: SGLang's `speculative_num_draft_tokens`: nodes that are verified, at least 2.
-
-    Raises:
-        ConfigError: `nodes` is out of range.
+    A draft has the same number of nodes for every request: the newest token, a chain behind it, and padding. `nodes` is
+    SGLang's `speculative_num_draft_tokens`, at least 2, or it is a ConfigError.
     """
 
     def __init__(self, nodes: int) -> None:
@@ -63,10 +58,8 @@ class DraftCorpus:
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Draft for every request of a batch.
 
-        Args:
-            req_ids: The names of the requests.
-            batch_tokens: The last tokens of each, at least those that are new since the last call.
-            total_lens: Tokens of each request in all.
+        The tail of a request has at least its tokens that are new since the last call, and its length counts all
+        tokens.
 
         Returns:
             Tokens, int64 `[requests * nodes]`, and whether a node attends to another one of its request, bool

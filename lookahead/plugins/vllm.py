@@ -138,16 +138,13 @@ class LookaheadProposer:
         token_ids_cpu: NDArray[Any],
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Draft for every row of the batch.
+        """Draft for every row of the batch, at most `num_speculative_tokens` tokens each.
 
         Args:
             sampled_token_ids: The tokens of the last step for each row; empty while its prompt is being read.
             num_tokens_no_spec: int32 `[rows or more]`, the number of tokens of each row, including the last step.
             token_ids_cpu: int32 `[rows or more, max_model_len]`, the tokens.
             slot_mappings: Not used.
-
-        Returns:
-            For each row at most `num_speculative_tokens` tokens.
         """
         try:
             return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)

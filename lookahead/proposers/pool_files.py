@@ -88,13 +88,10 @@ class TokenSource:
     """Iterates over the documents of inputs as int32 `[tokens]`, without special tokens, and counts them.
 
     Attributes:
-        inputs: The documents.
-        tokenizer: Their tokenizer.
         observer: Called after every document, with the reject if it was skipped, and when all are read.
         max_tokens: Maximum tokens: the document that exceeds them is cut, and later ones are not read; None for no
             limit.
         limit: Maximum bytes of a document.
-        totals: Counts so far.
     """
 
     inputs: Sequence[Input]

@@ -26,13 +26,7 @@ _CHOICES = ((3, Break.SENTENCE), (1, Break.SENTENCE), (3, Break.LINE), (0, Break
 
 
 class MeasuredText:
-    """A text and the offsets of its tokens.
-
-    Args:
-        pieces: The text in pieces, none empty.
-        tokenizer: The tokenizer that counts.
-        clean: Is applied to each piece first.
-    """
+    """A text in pieces, each of which `clean` is applied to, and the offsets of its tokens."""
 
     def __init__(
         self,

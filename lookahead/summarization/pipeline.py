@@ -137,14 +137,7 @@ class SummaryPipeline:
     def take(
         self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop", *, loops: bool = False
     ) -> None:
-        """End the round with the outputs of its prompts.
-
-        Args:
-            texts: The new text of each prompt.
-            stats: The counters of all prompts.
-            finish_reason: Why the output of the last prompt ended.
-            loops: Whether any output loops.
-        """
+        """End the round with the text of each prompt, the counters of all, and why the last one ended."""
         self._stats.append(stats)
         self._loops |= loops
         self._parts_done = min(self._parts_done + len(texts), len(self._document.parts))

@@ -85,11 +85,7 @@ class Summarizer:
         self._is_alone = compare or self._num_beams > 1 or self._seed is not None
 
     def summarize(self, text: str, prediction: str | None = None) -> Summary:
-        """Summarize one document.
-
-        Args:
-            text: The document.
-            prediction: A text that the summary will largely repeat, to draft from.
+        """Summarize one document; `prediction` is a text that the summary will largely repeat, to draft from.
 
         Raises:
             DocumentError: The document has no letter or digit, or the summary is empty.
@@ -168,11 +164,7 @@ class Summarizer:
     ) -> tuple[list[GenerationResult], PlainFigures]:
         """Continue each prompt by at most `limit` tokens, with as many prompts in a batch as the cache has room for.
 
-        Args:
-            prompts: The prompts.
-            limit: Maximum number of new tokens of each.
-            prediction: A text that the outputs will largely repeat.
-            on_outputs: Receives the number of finished outputs before each batch.
+        `on_outputs` receives the number of finished outputs before each batch.
         """
         ids: list[list[int]] = self._tokenizer(list(prompts), **self._encoding, verbose=False)["input_ids"]
         room = cache_tokens_of(self._model, _ROWS_TOGETHER) // (max(map(len, ids)) + limit)

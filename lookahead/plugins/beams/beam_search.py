@@ -112,11 +112,8 @@ def _with_cache(output: Any, past: Any) -> Any:
 class BeamLoop(PlainLoop):
     """Runs transformers' beam search, with the interface of `PlainLoop`.
 
-    Args:
-        call: The call; its `input_ids`, int64 `[batch * num_beams, tokens]`, repeat each prompt once per beam.
-        config: The options.
-        is_refused: Whether it is an error if beams cannot be nodes of a tree.
-        context: Maximum tokens of a row; None for no limit.
+    The call's `input_ids`, int64 `[batch * num_beams, tokens]`, repeat each prompt once per beam. `context` is the
+    maximum tokens of a row. If `is_refused`, beams that cannot be nodes of a tree are an error.
     """
 
     takes_streamer = False

@@ -84,13 +84,9 @@ class BeamTree:
 class BeamModel:
     """Stands in for the model and its cache in transformers' beam search. A pass scores the tips of all beams.
 
-    Args:
-        model: The model.
-        cache: The cache of its trees, one row per prompt.
-        score: Scores the nodes of all trees after the first `scored` ones, whose KV is cached; runs within `serving`.
-        roots: The last token of each prompt.
-        beams: Beams per prompt.
-        read: Reads the prompts into the cache; returns the logits after each, `[prompts, vocab]`.
+    `cache` has one row per prompt. `read` reads the prompts into it and returns the logits after each,
+    `[prompts, vocab]`. `score` scores the nodes of all trees after the first `scored` ones, whose KV is cached; it runs within
+    `serving`. `roots` are the last tokens of the prompts.
     """
 
     def __init__(

@@ -171,12 +171,7 @@ class DraftRow:
 class ModelProposer(BatchProposer):
     """The proposer of one call. Rows share the passes of the draft model, whose cache keeps accepted tokens.
 
-    Args:
-        draft: The draft model and its options.
-        call: The call.
-        state: The learned state of the draft model for the target.
-        vocabulary: Number of token ids that both models know.
-        shape: The shape that the draft model reads in one pass, trees or chains.
+    `vocabulary` is the number of token ids that both models know, and `shape` what the draft model reads in one pass.
     """
 
     def __init__(self, draft: DraftModel, call: Call, state: DraftModelState, vocabulary: int, shape: Shape) -> None:

@@ -39,15 +39,11 @@ NODE = np.dtype(
 
 
 class DraftTree:
-    """The candidates of one row. The tokens that the model has not read come first, as a chain that ends with the root.
+    """The candidates of one row, after the tokens that the model has not read: a chain, int32 `[n]`, up to the root.
 
-    A guess is the most likely chain of other sources after the root. It is scored with the root: where the model
-    agrees, one pass gives the candidates after all of its nodes. A node of the guess that is none of the model's
-    candidates has the probability 0.
-
-    Args:
-        unread: int32 `[n]`, at least one token; the last is the root.
-        guess: int32 `[m]`, the tokens of the guess.
+    A guess, int32 `[m]`, is the most likely chain of other sources after the root. It is scored with the root: where
+    the model agrees, one pass gives the candidates after all of its nodes. A node of the guess that is none of the
+    model's candidates has the probability 0.
     """
 
     def __init__(self, unread: IntArray, guess: IntArray = NO_TOKENS) -> None:

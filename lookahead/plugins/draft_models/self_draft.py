@@ -50,21 +50,13 @@ class SelfDraft(DraftModel):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> SelfDraft:
-        """The draft model of a model, made at the first request and kept as long as its weights stay as they are.
-
-        Raises:
-            ProposerError: The model can have none; the message says why.
-        """
+        """The draft model of a model, kept while its weights stay as they are; ProposerError says why there is none."""
         plan = plan_of(model)
         return plan.part("self draft", plan.form, partial(cls, model))
 
     @classmethod
     def bytes_for(cls, model: PreTrainedModel) -> int:
-        """The memory of the copy in bytes, beside the weights that it shares.
-
-        Raises:
-            ProposerError: The model can have none; the message says why.
-        """
+        """The memory of the copy in bytes, beside the weights that it shares; ProposerError says why there is none."""
         _check(model)
         weights = {id(layer.weight): layer.weight for layer in model.modules() if type(layer) is nn.Linear}
         kind = FORMATS[_KIND]

@@ -20,15 +20,10 @@ from lookahead.plugins.encoder_decoder.encoded_rows import Encoded, EncodedRows,
 
 
 class EncoderInputs(ModelInputs):
-    """The inputs of the decoder of an encoder-decoder model.
+    """The inputs of the decoder of an encoder-decoder model, whose cache has the decoder's own text.
 
     Position embeddings and relative biases that the decoder looks up by slot are replaced by those for the positions of
-    the nodes.
-
-    Args:
-        model: The model.
-        cache: The cache of the decoder's own text.
-        encoded: Encoder outputs, one row per input; None if all rows join later.
+    the nodes. `encoded` are encoder outputs, one row per input; None if all rows join later.
     """
 
     prefix = "decoder_"

@@ -102,12 +102,7 @@ class Encoded:
 
 
 class EncodedRows:
-    """Encoder outputs for the rows of a batch that rows join and leave, padded to one length.
-
-    Args:
-        own: The cache of the decoder's own text.
-        decoder: The decoder, whose inputs include the mask of the outputs.
-    """
+    """Encoder outputs for the rows of a batch that rows join and leave, padded to one length."""
 
     def __init__(self, own: TreeCache, decoder: nn.Module) -> None:
         self._own, self._decoder = own, decoder

@@ -67,13 +67,9 @@ def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:
 
 
 def encode_heard(model: PreTrainedModel, encoded: Encoded, rows: Sequence[int], *, is_shared: bool) -> Encoded | None:
-    """Encode the audio or images that another model's encoder has read; None if they are not known.
+    """Encode the audio or images of rows that another model's encoder has read; None if they are not known.
 
-    Args:
-        model: The model.
-        encoded: The inputs and outputs of the other encoder.
-        rows: The rows to encode.
-        is_shared: Whether both encoders are equal (`are_alike`), so that the outputs can be shared.
+    If both encoders are equal (`are_alike`), their outputs are shared.
     """
     outputs, mask = rows_of(encoded.outputs, encoded.mask, torch.tensor(rows, dtype=torch.int64))
     if not is_shared and encoded.heard is None:

@@ -72,10 +72,7 @@ class Grammar(PerRow):
 class GrammarProcessor(ForcingProcessor):
     """The grammar of one row, called with its ids `[1, tokens]` and scores `[1, vocab]` once for every new token.
 
-    Args:
-        matcher: An `LLMatcher` at the start of the grammar, owned by this object.
-        tokens: The `LLTokenizer` of the matcher.
-        ends: End-of-sequence tokens.
+    It owns `matcher`, an `LLMatcher` at the start of the grammar, made with the `LLTokenizer` `tokens`.
     """
 
     def __init__(self, matcher: Any, tokens: Any, ends: Sequence[int]) -> None:

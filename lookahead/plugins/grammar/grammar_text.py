@@ -24,13 +24,9 @@ def grammar_library() -> Any:
 
 
 def grammar_text(kind: str, given: Any, tokens: Any = None, place: str = "") -> str:
-    """A grammar in llguidance's form.
+    """A grammar of the kind `"json_schema"`, `"regex"` or `"grammar"` in llguidance's form.
 
-    Args:
-        kind: `"json_schema"`, `"regex"` or `"grammar"`.
-        given: The grammar.
-        tokens: The `LLTokenizer` that it must suit; None for any.
-        place: What errors call it: the option and the file; `kind` if empty.
+    It must suit the `LLTokenizer` `tokens`, if there is one. `place` is what errors call it: the option and the file.
 
     Raises:
         ConfigError: It is not valid, or llguidance is not installed.

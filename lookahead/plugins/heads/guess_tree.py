@@ -67,13 +67,8 @@ class _HeadsRow:
 class HeadDrafter(BatchProposer):
     """Feeds decoded tokens to heads, proposes their guesses, and counts the hits.
 
-    Args:
-        heads: The network of the heads.
-        model: The target, with the hidden states that they read and the LM head that they may use.
-        rates: Acceptance rates of their guesses, updated while decoding.
-        warp: The logits processors of sampling, on scores `[n, vocab]`; None for greedy decoding.
-        name: Its name in the stats.
-        times: The measured times that decide the number of passes; None for the maximum.
+    `rates` are the acceptance rates of guesses, updated while decoding. `warp` is that of `Call`, on scores
+    `[n, vocab]`. The measured `times` decide the number of passes; None for the maximum.
     """
 
     def __init__(

@@ -50,9 +50,7 @@ class DraftStarts(NamedTuple):
 class Learner(nn.Module, ABC):
     """Heads that learn from the hidden states of a model, which stays as it is and is no part of the checkpoints.
 
-    Args:
-        model: The model.
-        layers: The decoder layers whose inputs the heads read; empty for the input of the LM head.
+    They read the inputs of the decoder layers `layers`, or the input of the LM head if it is empty.
     """
 
     model: PreTrainedModel
