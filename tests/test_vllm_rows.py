@@ -307,10 +307,18 @@ def test_a_pool_is_drafted_from_and_one_that_changes_is_told_and_left(tmp_path, 
 @pytest.mark.parametrize(
     ("options", "error", "complaint"),
     [
-        ({"memory_tokens": 5}, ConfigError, "lookahead.memory_tokens must be at least 1024, got 5"),
-        ({"memory_tokens": True}, ConfigError, "lookahead.memory_tokens must be at least 1024, got True"),
+        ({"memory_tokens": 5}, ConfigError, "lookahead.memory_tokens must be a whole number of at least 1024, got 5"),
+        (
+            {"memory_tokens": True},
+            ConfigError,
+            "lookahead.memory_tokens must be a whole number of at least 1024, got True",
+        ),
         ({"min_probability": 2}, ConfigError, "lookahead.min_probability must be from 0 to below 1, got 2"),
-        ({"max_requests": 0}, ConfigError, "lookahead.max_requests must be null or at least 1, got 0"),
+        (
+            {"max_requests": 0},
+            ConfigError,
+            "lookahead.max_requests must be null or a whole number of at least 1, got 0",
+        ),
         ({"pool": 5}, ConfigError, "lookahead.pool must be the name of a file, got 5"),
         ({"pol": "x"}, ConfigError, "knows pool, memory_tokens, min_probability, max_requests, got pol"),
         ({"pool": "/no/such/file"}, PoolError, "/no/such/file: No such file"),

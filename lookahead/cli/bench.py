@@ -121,7 +121,7 @@ def _read_prompts(options: BenchOptions) -> list[str]:
     """The texts of the files, none without a file; an error if one cannot be read."""
     if options.prompts is None:
         return []
-    sources, _ = find_sources(options.prompts, options.field)
+    sources, _ = find_sources(options.prompts, field=options.field)
     texts = []
     for document in read_documents(sources, limit=int(options.max_document_mb * MEGABYTE)):
         if isinstance(document, Reject):

@@ -180,7 +180,7 @@ class PoolDisplay(ProgressBar):
 
 def _fill(kind: Kind, options: Any, output: Path, *, overwrite: bool, adds: bool = False) -> None:
     """Write what documents give; inputs and file are checked before a model is loaded."""
-    inputs = find_sources(options.inputs, options.field)[0] if options.inputs else []
+    inputs = find_sources(options.inputs, field=options.field)[0] if options.inputs else []
     check_output(output, inputs, overwrite=overwrite)
     display, settings = PoolDisplay(count_documents(inputs)), dict[str, Any]()
     if kind == "pool":

@@ -15,7 +15,6 @@ from lookahead.jobs import job_figures
 from lookahead.jobs.job import JobTotals
 
 if TYPE_CHECKING:
-    from lookahead.summarization.pipeline import Progress
     from lookahead.summarization.summarizer import Summarized, Summary
 
 MAX_TABLE_ROWS = 20
@@ -37,11 +36,10 @@ class JobDisplay(ProgressBar):
         self._read = f", reading {done:,} of {tokens:,} tokens" if done < tokens else ""
         self._update()
 
-    def parts(self, progress: Progress) -> None:
-        """Show the progress within the document."""
-        is_merging = progress.parts_done == progress.parts
-        part = "all parts together" if is_merging else f"part {progress.parts_done + 1} of {progress.parts}"
-        self._part = f", {part}" if progress.parts > 1 else ""
+    def parts(self, done: int, parts: int) -> None:
+        """Show the progress within a document of which `done` parts are summarized."""
+        part = "all parts together" if done == parts else f"part {done + 1} of {parts}"
+        self._part = f", {part}" if parts > 1 else ""
         self._update()
 
     def _update(self) -> None:

@@ -84,8 +84,8 @@ def summarize(options: JobOptions) -> None:
     options.check()
     paths = OutputPaths(options.output, options.rejects, options.overwrite, options.resume, options.retry_rejects)
     rejects = [] if paths.rejects is None else [paths.rejects]  # the other files of a job are known by its manifest
-    predicted = options.prediction_field
-    sources, skipped = find_sources(inputs, options.field, options.id_field, rejects, prediction_field=predicted)
+    fields = {name: getattr(options, name) for name in ("field", "id_field", "prediction_field")}
+    sources, skipped = find_sources(inputs, rejects, **fields)
     if not options.dry_run:
         paths.check(sources)
     limit = int(options.max_document_mb * MEGABYTE)

@@ -66,26 +66,11 @@ def say(kind: str, message: str) -> None:
 
 
 def find_sources(
-    arguments: Sequence[str],
-    field: str | None,
-    id_field: str | None = None,
-    leave_out: Collection[Path] = (),
-    *,
-    prediction_field: str | None = None,
+    arguments: Sequence[str], leave_out: Collection[Path] = (), **named: str | None
 ) -> tuple[list[Input], int]:
-    """The inputs of a command, which can be read, and the number of files of folders that are not; a few are named.
-
-    Args:
-        arguments: Paths, folders, URLs, patterns, or `-`.
-        field: As of `find_inputs`.
-        id_field: As of `find_inputs`.
-        leave_out: Files of folders that are not read.
-        prediction_field: As of `find_inputs`.
-    """
+    """The inputs by `find_inputs`, and the number of files of folders that are not read, of which some are named."""
     skipped: list[str] = []
-    sources = find_inputs(
-        arguments, field, id_field, prediction_field=prediction_field, leave_out=leave_out, on_skip=skipped.append
-    )
+    sources = find_inputs(arguments, leave_out=leave_out, on_skip=skipped.append, **named)
     for file in skipped[:MAX_SKIPPED_FILES]:
         say("skipped", file)
     if len(skipped) > MAX_SKIPPED_FILES:

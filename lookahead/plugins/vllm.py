@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead.config import check_whole
 from lookahead.drafting.chain_lengths import ChainLengths
 from lookahead.errors import ConfigError
 from lookahead.ngram.chain_proposer import NEVER, ChainProposer, ChainRequest
@@ -53,12 +54,11 @@ class VllmOptions:
     def __post_init__(self) -> None:
         if self.pool is not None and not isinstance(self.pool, str):
             raise ConfigError(f"lookahead.pool must be the name of a file, got {self.pool!r}")
-        if type(self.memory_tokens) is not int or self.memory_tokens < 1024:
-            raise ConfigError(f"lookahead.memory_tokens must be at least 1024, got {self.memory_tokens!r}")
+        check_whole("lookahead.memory_tokens", self.memory_tokens, 1024)
         if type(self.min_probability) not in (int, float) or not 0.0 <= self.min_probability < 1.0:
             raise ConfigError(f"lookahead.min_probability must be from 0 to below 1, got {self.min_probability!r}")
-        if self.max_requests is not None and (type(self.max_requests) is not int or self.max_requests < 1):
-            raise ConfigError(f"lookahead.max_requests must be null or at least 1, got {self.max_requests!r}")
+        if self.max_requests is not None:
+            check_whole("lookahead.max_requests", self.max_requests, 1, instead="null or ")
 
     @classmethod
     def of(cls, vllm_config: Any) -> VllmOptions:

@@ -87,19 +87,6 @@ class Summarized:
     summary: Summary
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The progress of a document that is being summarized.
-
-    Attributes:
-        parts: The number of parts.
-        parts_done: Parts that are summarized.
-    """
-
-    parts: int
-    parts_done: int
-
-
 # The text of each prompt of a round, the counters of all, and why the last one ended.
 _Output = tuple[list[str], DecodingStats, FinishReason]
 # Yields the prompts of a round and the token limit of each, receives their output, and returns the final output.
@@ -121,18 +108,16 @@ class SummaryPipeline:
         self._stats: list[DecodingStats] = []
         self._loops = False
         self._parts_done = 0
-        self._refines = fitter.request.refine
-        self._rounds = (_refine if self._refines else _merge)(self._document, fitter)
+        self._rounds = (_refine if fitter.request.refine else _merge)(self._document, fitter)
         self.prompts, self.limit = next(self._rounds)
 
     def expected(self, prediction: str | None) -> str | None:
         """The prediction for the output of this round; `None` if the round has several prompts."""
         return prediction if len(self.prompts) == 1 else None  # several prompts: summaries of parts
 
-    def progress(self, outputs: int) -> Progress:
-        """The progress of the document, with the number of finished outputs of the round."""
-        parts = len(self._document.parts)
-        return Progress(parts, min(self._parts_done + outputs, parts))
+    def progress(self, outputs: int) -> tuple[int, int]:
+        """The parts that are summarized, with the number of finished outputs of the round, and all parts."""
+        return min(self._parts_done + outputs, len(self._document.parts)), len(self._document.parts)
 
     def take(
         self, texts: Sequence[str], stats: DecodingStats, finish_reason: FinishReason = "stop", *, loops: bool = False
@@ -140,7 +125,7 @@ class SummaryPipeline:
         """End the round with the text of each prompt, the counters of all, and why the last one ended."""
         self._stats.append(stats)
         self._loops |= loops
-        self._parts_done = min(self._parts_done + len(texts), len(self._document.parts))
+        self._parts_done += len(texts)
         try:
             self.prompts, self.limit = self._rounds.send(([text.strip() for text in texts], stats, finish_reason))
         except StopIteration as end:

@@ -24,7 +24,7 @@ from lookahead.decoding.scheduler import Scheduler
 from lookahead.documents.decode_text import Document, Reject, check_words
 from lookahead.errors import ConfigError, LookaheadError
 from lookahead.stats import total, total_in_sequence
-from lookahead.summarization.pipeline import PlainFigures, Progress, Summarized, Summary, SummaryPipeline
+from lookahead.summarization.pipeline import PlainFigures, Summarized, Summary, SummaryPipeline
 from lookahead.summarization.prompting import PromptFitter, SummaryRequest
 
 __all__ = ["PlainFigures", "Summarized", "Summarizer", "Summary"]
@@ -42,8 +42,7 @@ class Summarizer:
         tokenizer: The tokenizer of `model`.
         max_new_tokens: Maximum number of tokens of a summary, at least 1.
         num_beams: Beams of the search, at least 1; `None` uses the model's own number.
-        sampling: Options of `model.generate`, such as `repetition_penalty` or `stop_strings`; greedy without
-            `do_sample`.
+        sampling: Other options of `model.generate`; greedy without `do_sample`.
         seed: Seeds torch's random numbers before every call that samples.
         config: How drafts are made.
         compare: Whether every document is also decoded plainly.
@@ -70,8 +69,8 @@ class Summarizer:
     ) -> None:
         self.fitter = PromptFitter(model, tokenizer, max_new_tokens, request)
         self.on_prefill: OnPrefill | None = None  # as for `lookahead.generate`
-        # Receives the progress of a document if it is the only one being summarized.
-        self.on_progress: Callable[[Progress], None] | None = None
+        # Receives the parts that are summarized of the only document, and all its parts.
+        self.on_progress: Callable[[int, int], None] = lambda done, parts: None
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._compare, self._predicts = compare, predicts
         self._encoding: Any = {"add_special_tokens": self.fitter.add_special_tokens}
@@ -96,7 +95,7 @@ class Summarizer:
                 pipeline.prompts,
                 pipeline.limit,
                 pipeline.expected(prediction),
-                on_outputs=lambda outputs: self.report(pipeline, outputs),
+                on_outputs=lambda outputs: self.on_progress(*pipeline.progress(outputs)),
             )
             plain += figures
             texts = [each for result in done for each in result.texts]
@@ -149,11 +148,6 @@ class Summarizer:
         """A scheduler that decodes the prompts of several documents together."""
         reader = PromptReader(self._model, self._tokenizer, self._config, **self._sampling, **self._encoding)
         return Scheduler(reader, rows, predicts=self._predicts, on_prefill=self.on_prefill)
-
-    def report(self, pipeline: SummaryPipeline, outputs: int) -> None:
-        """Report the progress of a document to `on_progress`, with the number of finished outputs of the round."""
-        if self.on_progress is not None:
-            self.on_progress(pipeline.progress(outputs))
 
     def _decode(
         self,
@@ -238,7 +232,10 @@ class _BatchSummarizer:
                     if error is not None:
                         raise error
                     return
-                self._report()
+                tasks = {task for task, _ in (*self._running.values(), *self._queue)}
+                if len(tasks) == 1:
+                    (task,) = tasks
+                    self._summarizer.on_progress(*task.pipeline.progress(len(task.done)))
                 self._step()
             while self._outcomes:
                 yield self._outcomes.pop(0)
@@ -252,13 +249,6 @@ class _BatchSummarizer:
             self._queue = deque(each for each in self._queue if each[0] is not task)
             self._running = {number: each for number, each in self._running.items() if each[0] is not task}
             self._outcomes.append(self._summarizer.summarize_or_reject(task.document))
-
-    def _report(self) -> None:
-        """Report the progress of the document if it is the only one."""
-        tasks = {task for task, _ in (*self._running.values(), *self._queue)}
-        if len(tasks) == 1:
-            (task,) = tasks
-            self._summarizer.report(task.pipeline, len(task.done))
 
     def _queue_round(self, task: _Task) -> None:
         self._queue.extend((task, index) for index in range(len(task.pipeline.prompts)))

@@ -85,8 +85,8 @@ class BeamModel:
     """Stands in for the model and its cache in transformers' beam search. A pass scores the tips of all beams.
 
     `cache` has one row per prompt. `read` reads the prompts into it and returns the logits after each,
-    `[prompts, vocab]`. `score` scores the nodes of all trees after the first `scored` ones, whose KV is cached; it runs within
-    `serving`. `roots` are the last tokens of the prompts.
+    `[prompts, vocab]`. `score` scores the nodes of all trees after the first `scored` ones, whose KV is cached; it runs
+    within `serving`. `roots` are the last tokens of the prompts.
     """
 
     def __init__(
