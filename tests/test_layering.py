@@ -61,7 +61,7 @@ OF_INNER_MODULES: dict[str, set[str]] = {
         "proposers.memory_files", "proposers.pool_files",
     },
     "serving": {
-        "backend.read_prompt", "config", "decoding.api", "decoding.cache_room", "decoding.plan", "decoding.prompts",
+        "config", "decoding.api", "decoding.cache_room", "decoding.plan", "decoding.prompts",
         "decoding.request", "decoding.scheduler", "decoding.text_pieces", "decoding.transcription",
         "decoding.validation", "engine.row", "loading.loading", "model.facts", "model.model_kind",
         "verification.stopping",

@@ -123,6 +123,7 @@ class Backend(Protocol):
         *,
         encoded: Any = None,
         texts: Sequence[IntArray] | None = None,
+        as_whole: bool = False,
         on_prefill: OnPrefill | None = None,
     ) -> Tensor:
         """Read prompts into the cache. The last token of each is the first root, and is not committed yet.
@@ -135,6 +136,8 @@ class Backend(Protocol):
             encoded: Encoder outputs of these rows, which join the batch with it.
             texts: Tokens in the cache for each row before `first`, from its beginning. A prompt copies the keys and
                 values of the text, or earlier prompt, that begins most like it. None if it must not.
+            as_whole: Whether the cached prefixes are copies of whole blocks, behind which half-precision prompts have
+                the bits that they have in a pass over the whole.
             on_prefill: Called before the first pass and after every pass.
 
         Returns:

@@ -9,13 +9,16 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.backend.choice import backend_for
 from lookahead.backend.probes import continues_texts
-from lookahead.backend.protocol import OnPrefill
+from lookahead.backend.protocol import BitPolicy, OnPrefill
+from lookahead.backend.self_check import keeps_solo_bits, packs_prompts, shares_beginnings
 from lookahead.drafting.tree import IntArray
+from lookahead.kernels.weighted_sums import BLOCK
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import may_keep_states, picks_keys, prefills_at_once
 from lookahead.model.model_kind import kind_of
@@ -66,10 +69,12 @@ class Prefix(NamedTuple):
     Attributes:
         held: Keys and values of a text, `[heads, tokens, dim]`; None if nothing is shared.
         tokens: Length of the shared prefix in tokens.
+        keeps_bits: Whether the rest of the prompt is read with the bits that it has in a pass over the whole prompt.
     """
 
     held: RowCopy | None
     tokens: int
+    keeps_bits: bool = False
 
     def copy_to(self, cache: TreeCache, row: int) -> None:
         """Copy the prefix into an empty row of a cache."""
@@ -123,10 +128,11 @@ class ReadingAhead:
         with backend.serving():
             prefix = self._store.longest(ids, salt)
             prefix.copy_to(backend.cache, 0)
-            logits = backend.read([ids], on_prefill=on_prefill)
-            is_whole = backend.is_read_whole and not prefix.tokens
+            logits = backend.read([ids], as_whole=prefix.keeps_bits, on_prefill=on_prefill)
+            is_whole = backend.is_read_whole and (prefix.keeps_bits or not prefix.tokens)
             read = ReadPrompt(backend.cache, logits, prefix.tokens, is_whole)
-            self._store.put(ids, read.kv(), salt)
+            if is_whole or not self._store.keeps_bits:
+                self._store.put(ids, read.kv(), salt)
         return read
 
 
@@ -138,13 +144,18 @@ class PrefixStore:
 
     Args:
         most_bytes: Size limit in bytes; the least recently used text is dropped first. 0 keeps nothing.
+        keeps_bits: Whether prompts copy only whole blocks, whose bits in half precision do not depend on what follows
+            them in a text. The texts must be prompts: passes over single tokens compute other bits.
 
     Attributes:
         newest: The number of texts that were put.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self._lock = most_bytes, Lock()
+    def __init__(self, most_bytes: int, *, keeps_bits: bool = False) -> None:
+        self.most_bytes, self.keeps_bits, self._lock = most_bytes, keeps_bits, Lock()
+        # A product of one token has other bits than those of several.
+        self._step, self._fewest_left = (BLOCK, 2) if keeps_bits else (1, 1)
+        self._fewest = max(_FEWEST_TOKENS, self._step)
         # By number: the tokens, their KV, its bytes, and the salt.
         self._texts: OrderedDict[int, tuple[IntArray, RowCopy, int, str]] = OrderedDict()
         self.newest = 0
@@ -156,7 +167,7 @@ class PrefixStore:
             return sum(nbytes for _, _, nbytes, _ in self._texts.values())
 
     def longest(self, ids: IntArray, salt: str = "") -> Prefix:
-        """The text of that salt with the longest common prefix; at least one token of the prompt is left to read."""
+        """The text of that salt with the longest common prefix; some tokens of the prompt are left to read."""
         with self._lock:
             shared = {
                 key: _usable(tokens, ids, is_whole=bool(held.states))
@@ -164,16 +175,17 @@ class PrefixStore:
                 if owner == salt
             }
             best = max(shared, key=shared.__getitem__, default=None)
-            if best is None or shared[best] < _FEWEST_TOKENS:
+            tokens = 0 if best is None else min(shared[best], len(ids) - self._fewest_left) // self._step * self._step
+            if best is None or tokens < self._fewest:
                 return Prefix(None, 0)
             self._texts.move_to_end(best)
-            return Prefix(self._texts[best][1], min(shared[best], len(ids) - 1))
+            return Prefix(self._texts[best][1], tokens, self.keeps_bits)
 
     def put(self, ids: IntArray, held: RowCopy, salt: str = "") -> None:
         """Keep the KV of a text for prompts of that salt; it replaces their texts that are a prefix of it."""
         nbytes = sum(each.nbytes for pair in held.kv.values() for each in pair)
         nbytes += sum(each.nbytes for of_layer in held.states.values() for each in of_layer.values())
-        if len(ids) < _FEWEST_TOKENS or nbytes > self.most_bytes or not nbytes:
+        if len(ids) < self._fewest or nbytes > self.most_bytes or not nbytes:
             return
         with self._lock:
             texts = [(key, tokens) for key, (tokens, _, _, owner) in self._texts.items() if owner == salt]
@@ -207,26 +219,30 @@ def _shared(some: IntArray, others: IntArray) -> int:
     return int(differs[0]) if len(differs) else size
 
 
-def prefixes_of(model: PreTrainedModel, most_bytes: int) -> PrefixStore:
+def prefixes_of(model: PreTrainedModel, most_bytes: int, *, rounds: bool = False) -> PrefixStore:
     """The store of a model, shared by all its calls, for its weights and code as it was last recognised.
 
     It keeps nothing for encoder-decoder models, models with an indexer, models that cannot continue from states, and
-    models with weights that cannot be read.
+    models with weights that cannot be read. In half precision it keeps nothing either if copies change bits.
 
     Args:
         model: The model.
         most_bytes: Bytes that the store may take from now on.
+        rounds: Whether copies may change bits in half precision, and so tokens.
     """
     plan = state_of(model).plan or recognise(model)
-    if plan.prefixes is None:
-        plan.prefixes = PrefixStore(0)
+    keeps_bits = not rounds and model.dtype in (torch.bfloat16, torch.float16)
+    if plan.prefixes is None or plan.prefixes.keeps_bits != keeps_bits:
+        plan.prefixes = PrefixStore(0, keeps_bits=keeps_bits)
     store: PrefixStore = plan.prefixes
     copies = not (kind_of(model).has_encoder or picks_keys(model) or prefills_at_once(model))
     is_here = all(
         parameter.numel() and not parameter.is_meta for parameter in model.parameters()
     )  # not with weights elsewhere
     copies = copies and not plan.user_code and is_here
-    copies = copies and (reads_apart(model) or continues_texts(model))
+    copies = copies and (reads_apart(model) or (not keeps_bits and continues_texts(model)))
+    if copies and keeps_bits and most_bytes:
+        copies = packs_prompts(model, BitPolicy.SOLO) and keeps_solo_bits(model) and shares_beginnings(model)
     store.limit(most_bytes if copies else 0)
     return store
 

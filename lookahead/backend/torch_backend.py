@@ -145,6 +145,7 @@ class TorchBackend:
         *,
         encoded: Any = None,
         texts: Sequence[IntArray] | None = None,
+        as_whole: bool = False,
         on_prefill: OnPrefill | None = None,
     ) -> Tensor:
         """See `Backend.read`.
@@ -154,9 +155,10 @@ class TorchBackend:
             first: The first row.
             encoded: Encoder outputs of the rows.
             texts: Tokens in the cache for each row before `first`.
+            as_whole: Whether the cached prefixes are copies of whole blocks.
             on_prefill: Called before the first pass and after every pass.
         """
-        self.reused_tokens = [0] * len(prompts)
+        self.reused_tokens, self._has_copies = [0] * len(prompts), self._is_half and as_whole
         if (logits := self._inputs.read()) is not None:
             return self._read_by_model(prompts, logits, on_prefill)
         if encoded is not None:
@@ -205,20 +207,19 @@ class TorchBackend:
         """`read` the prompts of one group after the other."""
         longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
         logits, hidden, whole = list[Tensor](), list[dict[int, Tensor]](), list[dict[int, Tensor]]()
-        is_whole = True
+        is_whole, has_copies = True, self._has_copies
         for group in groups:
             for row, (source, tokens) in enumerate(group.copies, first + group.first):
                 if source >= 0:
                     copy_beginning(self.cache, source, row, tokens)
             some, told = [prompts[at] for at in group.prompts], report if longest in group.prompts else None
-            self._has_copies = self._is_half and any(source >= 0 for source, _ in group.copies)
+            self._has_copies = has_copies or (self._is_half and any(source >= 0 for source, _ in group.copies))
             with self._inputs.joining(), self.cache.slots.rows_from(first + group.first, len(some)):
                 read = self._read if len(some) == 1 else self._read_packed
                 logits.append(read(some, told or (lambda *_: None)))
             hidden.append(self.hidden)
             whole += self.prompt_hidden
             is_whole &= self.is_read_whole
-            self._has_copies = False
         self.hidden = {layer: torch.cat([each[layer] for each in hidden]) for layer in self.hidden}
         self.prompt_hidden, self.is_read_whole = whole, is_whole
         self.reused_tokens = [tokens if source >= 0 else 0 for group in groups for source, tokens in group.copies]
@@ -286,7 +287,7 @@ class TorchBackend:
         width = int(new.max())
         # In half precision prompts of one length are read in one pass, with the bits of `model.generate`. Without fused
         # causal attention the memory of a pass grows quadratically with its tokens.
-        is_fused = self._has_sdpa and not cached.any() and not any(self._windows)
+        is_fused = self._has_sdpa and (self._has_copies or not cached.any()) and not any(self._windows)
         is_whole = self._is_half and not (np.ptp(new) or np.ptp(cached)) and (is_fused or width <= _MAX_WHOLE)
         if self.cache.states and width > PREFILL_CHUNK:  # their bits depend on the tokens of a pass
             is_whole = self._is_half or not self._continues()

@@ -34,6 +34,9 @@ class ServeOptions(DraftingOptions, DeviceOptions):
     rows: int | None = option(None, "Most outputs decoded together. (default: 16 on a CPU, 32 on a GPU)", min=1)
     queue: int = option(64, "Most requests that wait; the next ones get status 429.", min=0)
     prefix_cache_mb: int = option(1024, "Megabytes for keys and values of earlier prompts and answers.", min=0)
+    inexact_prefix_cache: bool = option(
+        False, "In half precision, reuse earlier prompts and answers as far as they agree: tokens may change."
+    )
     max_new_tokens: int = new_tokens_option(2048, "Most tokens of an answer.")
     max_body_mb: float = option(4.0, "Largest request, in megabytes.", min=0.001)
     request_timeout: float = option(600.0, "Most seconds for an answer.", min=0.1)
@@ -93,6 +96,7 @@ def serve(options: ServeOptions) -> None:
             prepare(options, location)
         loading = {"dtype": options.dtype, "device": options.device, "quantize": options.quantize}
         decoding = {"rows": options.rows, "queue": options.queue, "prefix_bytes": options.prefix_cache_mb << 20}
+        decoding["rounds_prefixes"] = options.inexact_prefix_cache
         models = ServedModels(
             names, options.served_model_name or None, config=config, max_new_tokens=options.max_new_tokens,
             loading=loading, decoding=decoding, plain_user_text=options.plain_user_text,

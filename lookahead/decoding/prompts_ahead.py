@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 
 import torch
@@ -45,6 +46,7 @@ class PromptsAhead:
         config: How to draft.
         prefix_bytes: Bytes of keys and values of earlier texts to keep.
         is_beside: Whether prompts are read on threads of their own, beside the steps of the running rows.
+        rounds: Whether half-precision prompts copy earlier texts as far as they share them, which changes bits.
 
     Attributes:
         reading: The prompts that are being read, or were read, in order.
@@ -52,10 +54,13 @@ class PromptsAhead:
         reads_apart: Whether prompts are read apart; those with states or indexer keys are read in the rows' cache.
     """
 
-    def __init__(self, model: PreTrainedModel, config: LookaheadConfig, prefix_bytes: int, *, is_beside: bool) -> None:
-        self._model, self._config, self._prefix_bytes, self._is_beside = model, config, prefix_bytes, is_beside
+    def __init__(
+        self, model: PreTrainedModel, config: LookaheadConfig, prefix_bytes: int, *, is_beside: bool, rounds: bool
+    ) -> None:
+        self._model, self._config, self._is_beside = model, config, is_beside
+        self._store_of = partial(prefixes_of, model, prefix_bytes, rounds=rounds)
         self.reading = list[tuple[Request, Future[ReadPrompt]]]()
-        self.store: PrefixStore = prefixes_of(model, prefix_bytes)
+        self.store: PrefixStore = self._store_of()
         self.reads_apart = reads_apart(model)
         self._readers: dict[bool, ReadingAhead] = {}  # by whether they read quick prompts
         self._threads: dict[bool, TaskThread] = {}
@@ -65,7 +70,7 @@ class PromptsAhead:
         """Take another store if the weights have changed."""
         if not self._is_beside:
             recognise(self._model, trusted=self._config.trust_user_code)
-        if (store := prefixes_of(self._model, self._prefix_bytes)) is not self.store:
+        if (store := self._store_of()) is not self.store:
             self.store, self._readers = store, {}
 
     def candidates(self, waiting: Sequence[Request]) -> list[Request]:

@@ -43,6 +43,8 @@ class Scheduler:
         prefix_bytes: Bytes of keys and values of earlier texts to keep.
         seed: Seed of the request with index 0.
         predicts: Whether prompts may come with predictions.
+        rounds_prefixes: Whether half-precision prompts reuse earlier texts as far as they share them, which may change
+            tokens; else whole blocks that change no bit.
         is_mixed: Whether requests have options of their own, as those of a server; long prompts are then read on
             another thread, so that running outputs continue meanwhile; on a GPU between two steps.
         on_prefill: As in `generate`.
@@ -57,6 +59,7 @@ class Scheduler:
         prefix_bytes: int = 0,
         seed: int | None = None,
         predicts: bool = False,
+        rounds_prefixes: bool = False,
         is_mixed: bool = False,
         on_prefill: OnPrefill | None = None,
     ) -> None:
@@ -68,7 +71,8 @@ class Scheduler:
         check_whole("prefix_bytes", prefix_bytes, 0)
         if seed is not None:
             check_seed(seed)
-        self._most, self._room, self._prefix_bytes, self._seed = rows, cache_tokens, prefix_bytes, seed
+        self._most, self._room, self._seed = rows, cache_tokens, seed
+        self._prefix_bytes, self._rounds = prefix_bytes, rounds_prefixes
         self._predicts, self._is_mixed, self._on_prefill, self._has_warned = predicts, is_mixed, on_prefill, False
         self._waiting: deque[Request] = deque()
         self._ended: list[Request] = []  # before their first step
@@ -100,9 +104,8 @@ class Scheduler:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values of the rows."""
-        engine = self._shared.engine if self._shared is not None else None
-        return 0 if engine is None else sum(buffer.nbytes for buffer in engine.cache.buffers())
+        """Bytes of the keys and values of the rows, and of earlier texts."""
+        return 0 if self._shared is None else self._shared.cache_bytes
 
     def put(self, index: int, prompt: Prompt, max_new_tokens: int | None = None, prediction: Any = None) -> Request:
         """Add a prompt in a form of `generate`; its `index` is unique among unfinished requests."""
@@ -229,7 +232,7 @@ class Scheduler:
         model, config, ahead = self._reader.model, self._config, None
         if self._prefix_bytes or self._is_mixed:
             is_beside = self._is_mixed and input_device(model).type == "cpu"
-            ahead = PromptsAhead(model, config, self._prefix_bytes, is_beside=is_beside)
+            ahead = PromptsAhead(model, config, self._prefix_bytes, is_beside=is_beside, rounds=self._rounds)
         given: dict[str, Any] = {"predicts": self._predicts, "is_mixed": self._is_mixed, "on_prefill": self._on_prefill}
         return SharedRows(self._reader, self.rows, self._cache_tokens, ahead, **given)
 

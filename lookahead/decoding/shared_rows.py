@@ -58,7 +58,7 @@ class SharedRows:
             model=reader.model,
             config=self._config,
             tokenizer=reader.tokenizer,
-            keep_cache=ahead is not None and ahead.store.most_bytes > 0,
+            keep_cache=ahead is not None and ahead.store.most_bytes > 0 and not ahead.store.keeps_bits,
             predicts=predicts,
         )
         self._rows, self._cache_tokens, self._ahead = rows, cache_tokens, ahead
@@ -72,6 +72,12 @@ class SharedRows:
         """The requests that have a row, or one to come once their prompt is read."""
         reading = () if self._ahead is None else self._ahead.reading
         return [*self.running.values(), *(request for request, _ in reading)]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of the rows, and of earlier texts."""
+        engine, kept = self.engine, 0 if self._ahead is None else self._ahead.store.nbytes
+        return kept + (0 if engine is None else sum(buffer.nbytes for buffer in engine.cache.buffers()))
 
     def clear(self) -> list[Request]:
         """Drop the running requests and the engine, after an error; returns them. Prompts that are read stay."""

@@ -175,7 +175,10 @@ class Engine:
         if read is None:
             # With a store of prefixes, that alone says what a prompt may copy of another.
             before = self._texts_before(rows, first) if self.packs_prompts and not prefixes else None
-            logits = self._backend.read(texts, first, encoded=joining, texts=before, on_prefill=self._on_prefill)
+            as_whole, progress = any(prefix.keeps_bits for prefix in prefixes), self._on_prefill
+            logits = self._backend.read(
+                texts, first, encoded=joining, texts=before, as_whole=as_whole, on_prefill=progress
+            )
             for row, reused in zip(rows, self._backend.reused_tokens, strict=True):
                 row.stats.reused_tokens = max(row.stats.reused_tokens, reused)
         else:
@@ -184,9 +187,10 @@ class Engine:
         report = replace(self._backend.report(), bits=self._policy.value)
         self._state.log_once(self._call.is_chain, report)
         is_whole = self._backend.is_read_whole if read is None else read.is_whole
-        for row in rows:
+        changed = [prefix.tokens > 0 and not prefix.keeps_bits for prefix in prefixes] or [False] * len(rows)
+        for row, is_changed in zip(rows, changed, strict=True):
             row.encoded, row.stats.backend, row.stats.dtype = None, report.summary, report.dtype
-            row.policy = self._policy if is_whole and not (prefixes and row.stats.reused_tokens) else BitPolicy.ROUNDED
+            row.policy = self._policy if is_whole and not is_changed else BitPolicy.ROUNDED
         drafts, scores = self._root_only(rows), read_scores(logits, TOP if self._needs_top else 0)
         results = self._verify(drafts, logits, scores, first)
         with self._learning:

@@ -6,11 +6,11 @@ import itertools
 import logging
 import threading
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import LookaheadConfig
-from lookahead.backend.read_prompt import PrefixStore, prefixes_of
 from lookahead.config import check_whole
 from lookahead.decoding.api import options_of
 from lookahead.decoding.cache_room import MAX_ROWS, bytes_of_token, cache_tokens_of, rows_of
@@ -52,9 +52,7 @@ class PlannedRequest:
 class DecodingLoop:
     """Decodes requests together on its own thread.
 
-    An output has the tokens, including draws by its seed, that `lookahead.generate` gives for it alone. With keys and
-    values of an earlier text it equals transformers' output continued from them: in half precision, tokens may differ
-    from a whole prefill where two are about equally likely.
+    An output has the tokens, including draws by its seed, that `lookahead.generate` gives for it alone.
 
     Requests that cannot share a batch, such as inputs of encoder-decoder models, are decoded in turn on another thread.
 
@@ -67,6 +65,8 @@ class DecodingLoop:
         cache_tokens: Capacity of the cache in tokens, all rows together; None for the default of
             `lookahead.stream_many`, or on a CPU an eighth of the memory, up to 4096 a row, if that is more.
         prefix_bytes: Bytes of keys and values of earlier texts to keep; 0 keeps none.
+        rounds_prefixes: Whether half-precision prompts reuse earlier texts as far as they share them. Tokens may then
+            differ where two are nearly equally likely.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class DecodingLoop:
         queue: int = 64,
         cache_tokens: int | None = None,
         prefix_bytes: int = 1 << 30,
+        rounds_prefixes: bool = False,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._config = config  # None allows plain decoding of requests without drafts
@@ -88,19 +89,14 @@ class DecodingLoop:
         check_whole("rows", self.rows, 1, MAX_ROWS)
         check_whole("queue", queue, 0)
         room = _cache_tokens_of(model, self.rows) if cache_tokens is None else cache_tokens
-        self._queue, self._prefix_bytes, self._numbers = queue, prefix_bytes, itertools.count()
+        self._queue, self._numbers = queue, itertools.count()
         self._submitting = threading.Lock()
         self._shares_rows = decoder_of(model) is model and not prefills_at_once(model)
         reader = PromptReader(model, tokenizer, config)
+        kept: dict[str, Any] = {"prefix_bytes": prefix_bytes, "rounds_prefixes": rounds_prefixes}
         self._together, self._apart = self._lanes = [
-            _Lane(Scheduler(reader, self.rows, room, prefix_bytes=prefix_bytes, predicts=True, is_mixed=True))
-            for _ in range(2)
+            _Lane(Scheduler(reader, self.rows, room, predicts=True, is_mixed=True, **kept)) for _ in range(2)
         ]
-
-    @property
-    def store(self) -> PrefixStore:
-        """What the model keeps of earlier texts."""
-        return prefixes_of(self.model, self._prefix_bytes)
 
     @property
     def most_outputs(self) -> int:
@@ -171,8 +167,7 @@ class DecodingLoop:
     def figures(self) -> dict[str, float]:
         """Counts of running outputs and waiting requests, bytes of keys and values, prompt tokens read and reused."""
         counts = [lane.figures() for lane in self._lanes]
-        figures = {name: sum(count[name] for count in counts) for name in counts[0]}
-        return figures | {"cache_bytes": figures["cache_bytes"] + self.store.nbytes}
+        return {name: sum(count[name] for count in counts) for name in counts[0]}
 
     def close(self) -> None:
         """End all outputs with `"cancelled"`. Threads end after their current step; waits at most a second for each."""
