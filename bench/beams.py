@@ -100,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for category in arguments.categories.split(","):
             texts = list(read_texts(arguments.prompts, "turns", category))[arguments.offset :]
             prompts += [as_chat(text, tokenizer) for text in texts[: arguments.limit]]
+    if not prompts:
+        parser.error(f"--categories {arguments.categories}: no prompt of {arguments.prompts} is of these")
     shared = {"num_beams": arguments.num_beams, "max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     ways = {THEIRS: shared, OURS: {**shared, "custom_generate": lookahead.decode}}
     for way in ways.values():  # probes and packed weights come first

@@ -219,6 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if failures else 0
     table = ENCODER_DECODERS if arguments.encoder_decoders else FAMILIES
     names = arguments.families.split(",") if arguments.families else list(table)
+    if unknown := set(names) - set(table):
+        parser.error(f"--families: {', '.join(sorted(unknown))} is not one of {', '.join(table)}")
     runs, failures, half = 0, list[dict[str, str]](), Divergences()
     for name in names:
         family = table[name]

@@ -102,7 +102,7 @@ def make(name: str, dtype: torch.dtype) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, f"{name}ForCausalLM")._from_config(
-            config, torch_dtype=dtype, attn_implementation=sizes.get("attn_implementation")
+            config, dtype=dtype, attn_implementation=sizes.get("attn_implementation")
         )
     return model.eval()
 

@@ -23,11 +23,11 @@ _MAX_TEXTS = _NAMED_TEXTS + 2  # the last one is the text of predictions
 _RECYCLED_BIT = _MAX_TEXTS
 _NEVER = 2.0  # a probability that no candidate has
 FLOOR = 0.0001  # minimum probability of a node to be reached
-# The record of a search, int64: addresses of the records of its texts, its hit rates, its memory and its cursor; the
-# sets of the memory, its time at the start, and the bounds; the bits of the memory, the live text and the predictions
-# in a node's sources; and the row's own positions in the live text.
-TEXT, RATES, _ENTRIES, _CURSOR, _GROUPS, _SINCE, _SHORTEST, _LONGEST, _WALKED = 0, 5, 8, 9, 10, 11, 12, 13, 14
-_SOURCE, _LIVE_SOURCE, _OWN_BEGIN, _OWN_END, _PREDICTED_SOURCE, SIZE = 15, 16, 17, 18, 19, 20
+# The record of a search, int64: addresses of the records of its texts, its hit rates, its memory with the number of
+# writes, and its cursor; the sets of the memory, its writes at the start, and the bounds; the bits of the memory, the
+# live text and the predictions in a node's sources; and the row's own positions in the live text.
+TEXT, RATES, _ENTRIES, _NOW, _CURSOR, _GROUPS, _SINCE, _SHORTEST, _LONGEST = 0, 5, 8, 9, 10, 11, 12, 13, 14
+_WALKED, _SOURCE, _LIVE_SOURCE, _OWN_BEGIN, _OWN_END, _PREDICTED_SOURCE, SIZE = 15, 16, 17, 18, 19, 20, 21
 _SHORTEST_FOREIGN = 3  # tokens of a match in another than the row's own text, if there are recycled tokens
 
 _NO_TEXT = ChainIndex()
@@ -114,8 +114,7 @@ class Search(KeepsAddresses):
         self._readdress()
 
     def _readdress(self) -> None:
-        learned = *self._learned[:4], self._cursor
-        self.record[:_GROUPS] = addresses_of([*(text.record for text in self._texts), *learned])
+        self.record[:_GROUPS] = addresses_of([*(text.record for text in self._texts), *self._learned, self._cursor])
 
     def expect(self, predictions: Sequence[IntArray], source: int) -> None:
         """Set predictions of the output, int32 `[n]` each, before its first token, and the bit of their source."""
@@ -157,23 +156,24 @@ class Search(KeepsAddresses):
             placed: The node of that tree for each candidate, 0 if it was left out; empty if none was offered.
         """
         offered = trie.parents, trie.tokens, trie.features
-        if not _learn(text.record, self._learned, offered, emitted, verified, placed):
+        if not _learn(text.record, self.record, offered, emitted, verified, placed):
             text.append(emitted)
         if self._cursor[0]:
             follow(self._cursor, self._texts[PREDICTED].record, text.record, len(emitted))
 
 
 @njit(error_model="numpy")
-def _learn(text, learned, trie, emitted, verified, placed):
+def _learn(text, record, trie, emitted, verified, placed):
     """The core of `Search.learn`; returns whether the text had room. Nothing is stored after copies of the text."""
-    count_hits(learned[:3], trie, emitted, True)
+    count_hits(rates_at(record[RATES:]), trie, emitted, True)
     _, tokens, top, _ = verified
     if tokens.size > 0:
         skipped = np.zeros(tokens.size, np.bool_)
         if placed.size > 0:  # copies are found in this text anyway, and would mislead in another
             skipped = copied(trie, placed, top[:, 0])
         arena, _, _, length = chains_at(text)
-        store_tree(learned[3:], arena[:length], verified, skipped)
+        memory = array_at(record[_ENTRIES], (record[_GROUPS], WAYS), ENTRY), array_at(record[_NOW], 1, np.int64)
+        store_tree(memory, arena[:length], verified, skipped)
     return add(text, emitted)
 
 

@@ -362,11 +362,10 @@ class Engine:
         for i in reversed(range(len(results))):
             if results[i].finish_reason is not None or results[i].error is not None:
                 self._remove(first + i)
-        # Rows share random draws only if they all belong to one batch.
-        least = min([row.emitted for row in self._rows], default=0)
         for row in self._rows if self._isolates else self._rows[:1]:
             if not row.chooser.is_plain_greedy:
-                row.chooser.forget_before(row.emitted if self._isolates else least)
+                # Rows share random draws only if they all belong to one batch.
+                row.chooser.forget_before(row.emitted if self._isolates else min([row.emitted for row in self._rows]))
         return results
 
     def end(self, index: int) -> None:

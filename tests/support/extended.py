@@ -17,6 +17,7 @@ EXTENDED = {
     # Benchmarks
     "tests/test_bench_kernel.py": ("bench/*", "kernels/*"),
     "tests/test_bench_command.py": ("lookahead/cli/*", "lookahead/decoding/*"),
+    "tests/test_bench_runs.py": ("bench/*",),
     "tests/test_llm_bench.py": ("bench/*",),
     "tests/test_ablation.py": ("bench/*", "lookahead/drafting/*"),
     "tests/test_tables.py": ("lookahead/cli/*",),
