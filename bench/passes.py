@@ -40,8 +40,7 @@ from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.drafting.tree import TokenTree
 from lookahead.loading.loading import DEFAULT_MODEL
 from lookahead.loading.quantized import QuantizedLinear
-from lookahead.model.call_caches import CACHE
-from lookahead.model.facts import is_sequential
+from lookahead.model.facts import CACHE, is_sequential
 
 STEP = "transformers, 1 token"
 WAYS = {"exact": BitPolicy.SOLO, "fast": BitPolicy.ROUNDED}

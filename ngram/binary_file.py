@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lookahead.utils.replacing import replacing
+from lookahead.utils.atomic import replacing
 
 HEADER_BYTES = 128
 _BYTE_ORDER = 0x01020304

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.decoding.enable import Enabled
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from tests.support.default_run import examples
 
 CONFIGS = st.sampled_from(

@@ -27,7 +27,6 @@ from lookahead.model.calls import resolve_call
 from lookahead.model.families import FAMILIES as DECLARED
 from lookahead.model.model_state import state_of
 from lookahead.stats import DecodingStats, total
-from tests.support.engines import engine_of
 from tests.support.families import FAMILIES, build
 from tests.support.products import kept_choice
 from tests.support.small_layers import SINGLE, made
@@ -111,12 +110,6 @@ def test_passes_are_recorded_on_one_gpu_until_a_recording_fails(
     assert records_graphs(tiny_llama)
     monkeypatch.setattr(state_of(tiny_llama), "has_failed_capture", True)
     assert not records_graphs(tiny_llama)
-
-
-def test_an_engine_reports_what_its_backend_does(tiny_llama: Any) -> None:
-    engine = engine_of(tiny_llama, IDS, max_new_tokens=8)
-    assert engine.report().model == "LlamaForCausalLM"
-    assert str(engine.report()).splitlines()[0] == "LlamaForCausalLM is served by CpuBackend"
 
 
 def plan_of(model: Any, config: LookaheadConfig | None = None, **options: Any) -> RequestPlan:

@@ -20,7 +20,7 @@ from lookahead import LookaheadConfig
 from lookahead.backend.cpu import linears
 from lookahead.cli.app import app
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError
-from lookahead.model.call_caches import CACHE, MARKS_CACHES, cache_in
+from lookahead.model.facts import CACHE, MARKS_CACHES, cache_in
 from lookahead.model.model_state import recognise
 from lookahead.plugins.beams import beam_search, beam_tree
 from lookahead.plugins.beams.beam_search import has_bits_of_beams

@@ -18,7 +18,7 @@ from lookahead.cli.app import app
 from lookahead.decoding.conversation import Conversation
 from lookahead.decoding.session_file import SessionFile
 from lookahead.errors import PromptError, SessionError
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from tests.support.chats import GREEDY, answers
 
 

@@ -27,8 +27,7 @@ from lookahead import LookaheadConfig
 from lookahead.backend.support import support_of
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import UnsupportedModelError
-from lookahead.model.call_caches import CACHE
-from lookahead.model.facts import empty_cache
+from lookahead.model.facts import CACHE, empty_cache
 from tests.support.adversarial_proposers import (
     Offer,
     always_wrong,

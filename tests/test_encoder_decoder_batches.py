@@ -12,7 +12,7 @@ import torch
 
 import lookahead
 from lookahead.backend.support import support_of
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from tests.support.adversarial_proposers import among_decoys, drafting_by, perfect, random_trees
 from tests.support.families import ENCODER_DECODERS, build, cases
 from tests.support.pass_recorder import probe

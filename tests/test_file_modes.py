@@ -31,8 +31,8 @@ from lookahead.plugins.heads.head_files import write_heads
 from lookahead.plugins.heads.medusa import MedusaHeads
 from lookahead.plugins.heads.training.examples import answer_prompts
 from lookahead.reporting.report_page import write_report
+from lookahead.utils.atomic import replacing
 from lookahead.utils.locks import locked
-from lookahead.utils.replacing import replacing
 from tests.support.forked import Forked
 from tests.support.memories import MODEL, learned
 from tests.support.stand_ins import StandIn

@@ -25,8 +25,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 import lookahead
 from lookahead.decoding.plan import plan_request
 from lookahead.errors import UnsupportedModelError
-from lookahead.model.call_caches import CACHE
 from lookahead.model.calls import ResolvedCall
+from lookahead.model.facts import CACHE
 from tests.support.families import ENCODER_DECODERS, build
 from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 

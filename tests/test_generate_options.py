@@ -20,7 +20,7 @@ from transformers import (
 
 import lookahead
 from lookahead.errors import LogitsError
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from tests.support.token_prompts import DRAFTING, IDS, INPUTS
 
 ENDING = {"eos_token_id": [20, 58], "pad_token_id": 0}

@@ -10,8 +10,8 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, PreTrain
 
 import lookahead
 from lookahead.errors import UnsupportedModelError
-from lookahead.model import call_caches as cache_module
-from lookahead.model.call_caches import CACHE, cache_in, tokens_in
+from lookahead.model import facts as cache_module
+from lookahead.model.facts import CACHE, cache_in, tokens_in
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build
 
 IDS = torch.tensor([[5, 9, 31, 77, 5, 9, 31, 2, 60, 5, 9, 31]])

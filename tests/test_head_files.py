@@ -67,7 +67,7 @@ def test_heads_that_could_not_be_written_leave_those_before_and_nothing_beside(f
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("lookahead.utils.replacing.os.fsync", fail)
+        patched.setattr("lookahead.utils.atomic.os.fsync", fail)
         with pytest.raises(OSError, match="no space left"):
             write_heads(heads, str(folder), tiny_llama)
     assert (folder / "medusa_lm_head.safetensors").read_bytes() == before

@@ -21,7 +21,7 @@ from lookahead.drafting.budget import Ema, PassTimes
 from lookahead.errors import HeadsError
 from lookahead.loading.loading import LoadedModel, load
 from lookahead.loading.quantized import QuantizedLinear
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from lookahead.model.model_state import state_of
 from lookahead.ngram.hit_rates import AcceptanceTable
 from lookahead.plugins.heads import guess_tree

@@ -18,8 +18,8 @@ from transformers.generation.streamers import BaseStreamer
 import lookahead
 from lookahead import LookaheadConfig, PromptError
 from lookahead.decoding.prompt_reading import PromptReading, placeholders_of
-from lookahead.model.call_caches import CACHE, tokens_in
 from lookahead.model.calls import resolve_call
+from lookahead.model.facts import CACHE, tokens_in
 from tests.support.adversarial_proposers import Offer, Scripted, always_wrong, drafting_by, perfect, random_trees
 from tests.support.token_prompts import DRAFTING
 from tests.support.vision_models import PLACE, SEEING, Seeing, build, cases, prompts

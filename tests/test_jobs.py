@@ -339,7 +339,7 @@ def test_no_space_to_put_the_lines_in_order_leaves_them_as_they_are(monkeypatch)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("lookahead.utils.replacing.os.replace", full)
+        patch.setattr("lookahead.utils.atomic.os.replace", full)
         patch.setattr("lookahead.jobs.journal.write_manifest", lambda *_: None)
         with pytest.raises(OSError, match="No space left"):
             run(items, Worker(backwards=True), rows=3)

@@ -237,7 +237,7 @@ def test_only_the_command_line_knows_the_terminal():
     assert not [module.name for module in strangers if {"typer", "click", "rich"} & _foreign(module)]
 
 
-_LIGHT_UTILS = ("addresses", "cache_folders", "cpu_features", "jit", "locks", "replacing", "sources")
+_LIGHT_UTILS = ("addresses", "atomic", "cache_folders", "cpu_features", "jit", "locks", "sources")
 LIGHT = {f"lookahead.utils.{name}" for name in _LIGHT_UTILS}
 
 

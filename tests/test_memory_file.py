@@ -187,7 +187,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
 
 def test_a_process_that_dies_while_it_writes_leaves_the_file_as_it_was(path, monkeypatch):
     before = path.read_bytes()
-    monkeypatch.setattr("lookahead.utils.replacing.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr("lookahead.utils.atomic.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(PoolError, match="full"):
         merge_into(str(path), MODEL, learned([8]))
     assert path.read_bytes() == before

@@ -25,7 +25,7 @@ from transformers import (
 
 import lookahead
 from lookahead import PromptError, UnsupportedModelError
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from tests.support.adversarial_proposers import drafting_by, perfect, random_trees
 from tests.support.token_prompts import DRAFTING, IDS, RAGGED
 from tests.support.vision_models import gemma3, llava

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from lookahead.drafting.proposal import Feedback, Proposal, Top
 from lookahead.drafting.select import merge
 from lookahead.drafting.tree import TokenTree
-from lookahead.ngram.chains import ChainIndex
+from lookahead.ngram.chains import ChainIndex, LiveOutputs
 from lookahead.ngram.hit_rates import HitRates
-from lookahead.ngram.live_outputs import LiveOutputs
 from lookahead.ngram.prune import Limits
 from lookahead.proposers.ngram import Memory, NgramProposer
 from tests.support.index_queries import find, find_recycled, grow_trie

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from tests.support.adversarial_proposers import drafting_by, perfect
 from tests.support.changed_code import patched
 from tests.support.small_layers import HALF, PACKED, SINGLE, made

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import lookahead
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build
 from tests.support.stateful import DoneTracker, Grammar
 from tests.support.vision_models import gemma3, llava

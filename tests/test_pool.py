@@ -20,7 +20,7 @@ from lookahead.ngram.hit_rates import HitRates
 from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
 from lookahead.proposers.ngram import NgramProposer
 from lookahead.proposers.pool_files import open_pool
-from lookahead.utils.replacing import replacing
+from lookahead.utils.atomic import replacing
 from tests.support.forked import status_of
 from tests.support.index_queries import find, grow_trie
 from tests.support.naive_index import find_by_scan

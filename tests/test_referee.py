@@ -26,7 +26,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 
 BATCH = torch.tensor([[5, 9, 31, 77, 5, 9, 31], [41, 42, 41, 42, 41, 42, 41]])
 NEW = 12

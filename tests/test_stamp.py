@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import lookahead
 from lookahead.decoding.conversation import Conversation
 from lookahead.model import stamp
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from lookahead.model.model_state import recognise, state_of
 from lookahead.model.stamp import ContentTable, digest_of, modules_of, stamp_of
 from tests.support.families import FAMILIES, build

@@ -20,7 +20,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backend.support import support_of
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from lookahead.model.known_code import is_known, users_code
 from tests.support.small_layers import HALF, PACKED, SINGLE, made
 from tests.support.stateful_code import PLACES, STATES, Seen, recorded, steered

@@ -165,5 +165,5 @@ class Backend(Protocol):
     def retire(self, row: int) -> int:
         """Remove a finished row from the passes; returns the last row, which takes its place."""
 
-    def report(self) -> BackendReport:
-        """Which implementation serves each part of the model, and why not a faster one."""
+    def report(self, policy: BitPolicy = BitPolicy.ROUNDED) -> BackendReport:
+        """Which implementation serves each part of the model, and why not a faster one; rows have a policy."""

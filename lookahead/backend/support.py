@@ -39,7 +39,7 @@ from lookahead.model.facts import (
 )
 from lookahead.model.known_code import attention_code, changed_caches, hooks_of, is_known, name_of
 from lookahead.model.model_kind import kind_of
-from lookahead.model.model_state import plan_of, recognise, state_of
+from lookahead.model.model_state import ModelPlan, plan_of, recognise, state_of
 from lookahead.model.stamp import version_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.utils.kept_values import truth
@@ -72,7 +72,13 @@ class ProbeError(Exception):
 
 
 def support_of(
-    model: PreTrainedModel, *, shortest: int, max_length: int, trusted: bool = False, is_alone: bool = False
+    model: PreTrainedModel,
+    *,
+    shortest: int,
+    max_length: int,
+    trusted: bool = False,
+    is_alone: bool = False,
+    plan: ModelPlan | None = None,
 ) -> Support:
     """The support for a model, or its decoder, with rows of `shortest` prompt tokens up to `max_length` tokens.
 
@@ -85,8 +91,9 @@ def support_of(
         max_length: Tokens of the longest row at its end.
         trusted: Whether the user states that his code treats every token by itself and keeps no state.
         is_alone: Whether passes are over one row without padding, and keep the bits of single tokens if they can.
+        plan: The plan of the model as it is now; recognised if None.
     """
-    plan = recognise(model, trusted=trusted)
+    plan = plan or recognise(model, trusted=trusted)
     if plan.user_code and not trusted:
         return Support("none", f"{plan.user_code}, is your own code; {_TRUST}")
     if reason := plan.part("why no drafts", plan.form, partial(_standing_reason, model)):
@@ -97,7 +104,7 @@ def support_of(
     # The form of an audio or image encoder's outputs is guessed before the first call.
     name = "support" if state_of(model).encoding is None else "support by what its encoder gave"
     # The passes of these models are compared with single tokens in any case, and bits show more than roundings.
-    is_alone = is_alone and may_keep_bits(model)
+    is_alone = is_alone and plan.part("may keep bits", plan.form, partial(may_keep_bits, model))
     is_alone = is_alone and not (plan.user_code or plan.picks_keys or kind_of(model).has_encoder)
     if is_alone:
         name = f"{name} for a row alone, {torch.get_num_threads()} threads"
@@ -151,8 +158,8 @@ def _growing_scale(model: PreTrainedModel) -> int | None:
 
 
 def users_reason(model: PreTrainedModel, *, trusted: bool) -> str:
-    """Why only transformers' own loop may run a model, since code of a user's is on its way; empty if it is not."""
-    plan = recognise(model, trusted=trusted)
+    """Why only transformers' own loop may run a recognised model: a user's code is on its way; empty if not."""
+    plan = plan_of(model)
     return "" if trusted or not plan.user_code else f"{plan.user_code}, is your own code; {_TRUST}"
 
 

@@ -92,15 +92,13 @@ class TorchBackend:
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self.is_read_whole = self.is_cold = self.is_ragged = False
 
-    def begin(self, capacity: int) -> None:
+    def begin(self, capacity: int, cache: TreeCache | None = None) -> None:
         """Start with an empty cache of `capacity` slots per row, outside `serving`. Users keep the previous cache."""
-        cache = TreeCache(rows=self._rows, capacity=capacity, windows=self._windows, like=self._like)
-        self._use(self._make_inputs(self._model, cache))
+        if cache is None:
+            cache = TreeCache(rows=self._rows, capacity=capacity, windows=self._windows, like=self._like)
+        self._inputs, self.cache = self._make_inputs(self._model, cache), cache
+        self.positions, self.counts_nodes = self._inputs.positions, self._inputs.counts_nodes
         self._states = StateScope(self._model, cache) if self._like else None
-
-    def _use(self, inputs: ModelInputs) -> None:
-        self._inputs, self.cache = inputs, inputs.cache
-        self.positions, self.counts_nodes = inputs.positions, inputs.counts_nodes
 
     @contextmanager
     def serving(self, *, is_alone: bool = False) -> Iterator[None]:
@@ -335,27 +333,21 @@ class TorchBackend:
         self._inputs.retire(row, last)
         return last
 
-    def report(self) -> BackendReport:
+    def report(self, policy: BitPolicy = BitPolicy.ROUNDED) -> BackendReport:
         """See `Backend.report`."""
-        dtype = str(self._model.dtype).removeprefix("torch.")
-        return BackendReport(type(self).__name__, type(self._model).__name__, tuple(self._paths()), dtype=dtype)
-
-    def _paths(self) -> list[PathReport]:
-        """The paths that `report` lists."""
-        if not self._takes_masks:
-            return [PathReport("trees of drafts", False, "the model verifies chains")]
         is_registered = self._scope is not None
         own = plan_of(self._model).attention
         attention = "" if own in (None, "sdpa", "eager") else f"in place of {own}"
         attention = attention if is_registered else "the model takes prepared masks"
-        by_depth = PathReport("states by depth", True, "recurrent layers run once for every depth of a tree")
-        paths = [
-            PathReport("tree attention", is_registered, attention),
-            *([by_depth] if self.cache.states else []),
-        ]
-        if self._device.type not in ("cpu", "cuda"):
+        paths = [PathReport("tree attention", is_registered, attention)]
+        if not self._takes_masks:
+            paths = [PathReport("trees of drafts", False, "the model verifies chains")]
+        elif self.cache.states:
+            paths.append(PathReport("states by depth", True, "recurrent layers run once for every depth of a tree"))
+        if self._takes_masks and self._device.type not in ("cpu", "cuda"):
             paths.append(PathReport("kernels for trees", False, dispatch.unserved_device(self._device)))
-        return paths
+        names, dtype = (type(self).__name__, type(self._model).__name__), str(self._model.dtype).removeprefix("torch.")
+        return BackendReport(*names, tuple(paths), policy.value, dtype)
 
     def _reads_by_kernel(self) -> bool:
         """Whether a kernel may replace the attention of prompts that the model would read by itself."""

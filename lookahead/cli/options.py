@@ -21,7 +21,7 @@ from lookahead.errors import ConfigError, HeadsError, PromptError, pool_errors
 from lookahead.loading.early_checks import check_names
 from lookahead.loading.loading import resolve_device
 from lookahead.loading.suggested_models import default_name
-from lookahead.utils.replacing import check_folder
+from lookahead.utils.atomic import check_folder
 
 INPUTS = (
     "Files (.txt .md .html .pdf .docx .jsonl .csv .tsv .parquet), folders, patterns such as 'notes/*.md', URLs of any "

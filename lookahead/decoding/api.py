@@ -21,7 +21,7 @@ from lookahead.decoding.request import Completion
 from lookahead.decoding.scheduler import Scheduler
 from lookahead.decoding.text_stream import TextStream
 from lookahead.errors import PromptError, UnsupportedModelError
-from lookahead.model.call_caches import cache_in
+from lookahead.model.facts import cache_in
 from lookahead.stats import DecodingStats, total
 from lookahead.utils.seams import plugin_for
 from lookahead.verification.per_row import PerRow
@@ -128,7 +128,8 @@ def generate(
     if not encoded:
         return GenerationResult([], [], DecodingStats(), [], [])
     scheduler = Scheduler(reader, on_prefill=on_prefill)
-    loop, done = scheduler.begin(reader.plan(encoded, predictions=prediction)), list[Completion]()
+    plan = reader.plan(encoded, predictions=prediction, facts=reader.facts)
+    loop, done = scheduler.begin(plan), list[Completion]()
     with loop.serving(is_alone=on_prefill is None):
         while not scheduler.is_idle:
             done += scheduler.step()
@@ -199,7 +200,7 @@ def stream(
     if len(encoded) != 1:
         raise PromptError(f"stream takes one prompt, got {len(encoded)}; lookahead.stream_many takes several")
     scheduler = Scheduler(reader, on_prefill=on_prefill)
-    loop = scheduler.begin(reader.plan(encoded, predictions=prediction))
+    loop = scheduler.begin(reader.plan(encoded, predictions=prediction, facts=reader.facts))
     return TextStream(scheduler, loop, tokenizer, cache_in(generate_kwargs))
 
 

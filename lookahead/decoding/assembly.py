@@ -134,7 +134,8 @@ def assemble(
         hidden_layers=sorted({layer for proposer in proposers for layer in proposer.hidden_layers}),
         captures=captures,
         most_nodes=call.max_nodes + 1,
-        has_kernels=policy is BitPolicy.SOLO or has_kernels(model, policy, shape),
+        # Bits were compared with all kernels.
+        has_kernels=policy is BitPolicy.SOLO or kind.has_encoder or self_check.kernels_agree(model, shape),
         packs_prompts=reading is None and rows > 1 and self_check.packs_prompts(model, policy),
         shares_beginnings=partial(self_check.shares_beginnings, model),
         continues=partial(probes.continues_texts, model),
@@ -142,13 +143,6 @@ def assemble(
     )
     ways: Any = {"policy": policy, "keep_cache": common.keep_cache, "isolates": isolates}
     return Engine(backend, proposers, controller, config, call, batch, acceptance=acceptance, **ways)
-
-
-def has_kernels(model: PreTrainedModel, policy: BitPolicy | None = None, shape: Shape = "trees") -> bool:
-    """Whether kernels may replace modules of a model, by default for rows decoded alone."""
-    is_solo = self_check.keeps_solo_bits(model) if policy is None else policy is BitPolicy.SOLO
-    # The bits were compared with all kernels.
-    return is_solo or kind_of(model).has_encoder or self_check.kernels_agree(model, shape)
 
 
 def _bounded(config: LookaheadConfig, model: PreTrainedModel, rows: int) -> LookaheadConfig:

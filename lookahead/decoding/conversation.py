@@ -20,8 +20,7 @@ from lookahead.decoding.session_file import SessionFile, read_session
 from lookahead.decoding.text_stream import TextStream
 from lookahead.decoding.validation import check_pair, resolved
 from lookahead.errors import ConfigError, PromptError
-from lookahead.model.call_caches import CACHE, tokens_in
-from lookahead.model.facts import context_limit
+from lookahead.model.facts import CACHE, context_limit, tokens_in
 from lookahead.model.model_state import recognise
 from lookahead.model.state_layers import counts_tokens, has_states
 

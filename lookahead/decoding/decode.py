@@ -20,8 +20,8 @@ from lookahead.decoding.plan import plan_request
 from lookahead.decoding.prediction_reading import Predictions, read_predictions
 from lookahead.engine.engine import Engine
 from lookahead.errors import warn
-from lookahead.model.call_caches import cache_in
 from lookahead.model.calls import GenerateOutput, ResolvedCall, generate_output, own_loop
+from lookahead.model.facts import cache_in
 from lookahead.proposers.ngram import Memory
 
 

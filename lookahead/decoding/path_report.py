@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PreTrainedModel
 
 from lookahead.backend import self_check, support
@@ -49,4 +47,4 @@ def backend_report(model: PreTrainedModel, config: LookaheadConfig | None = None
     backend = backend_for(model, shape=shape, **options)
     policy = BitPolicy.SOLO if shape == "trees" and self_check.keeps_solo_bits(model) else BitPolicy.ROUNDED
     with backend.serving():
-        return replace(backend.report(), bits=policy.value)
+        return backend.report(policy)

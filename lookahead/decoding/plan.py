@@ -24,15 +24,17 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError, warn
-from lookahead.model.call_caches import cache_in, tokens_in
 from lookahead.model.calls import ResolvedCall, own_sample, unserved_reason
 from lookahead.model.facts import (
+    cache_in,
     calls_registered_attention,
     input_device,
+    may_be_callers,
+    tokens_in,
 )
 from lookahead.model.known_code import changed_cache
 from lookahead.model.model_kind import kind_of
-from lookahead.model.model_state import checkpointed, outside_passes, plan_of, recognise, undisturbed
+from lookahead.model.model_state import ModelPlan, checkpointed, outside_passes, plan_of, recognise
 from lookahead.model.private_names import missing_names
 from lookahead.model.state_layers import takes_states
 from lookahead.model.state_scope import mixers_of
@@ -61,6 +63,7 @@ class RequestPlan:
         is_refused: Whether `reason` is an error, since the given configuration names proposers.
         predictions: The expected output of every prompt; empty for none.
         keeps_cache: Whether the caller gets the cache.
+        continued: Tokens in the caller's cache, which the prompts continue.
         generator: Draws the tokens of sampled rows; None for torch's global generator, whose draws depend on the order
             of calls, so these rows are decoded alone.
     """
@@ -76,6 +79,7 @@ class RequestPlan:
     is_refused: bool = False
     predictions: Sequence[Sequence[IntArray]] = ()
     keeps_cache: bool = False
+    continued: int = 0
     generator: torch.Generator | None = None
 
     @property
@@ -118,10 +122,6 @@ class RequestPlan:
                 row.placeholders, row.stats.prefill_s = places, self.reading.seconds
         return rows
 
-    def encoded(self) -> Any:
-        """What the encoder has read; None without an encoder."""
-        return kind_of(self.call.model).encoded(self.call, is_returned=self.keeps_cache)
-
     def begin(self, *, warns: bool = True) -> Loop:
         """The loop that decodes the request; a warning says why if it is the loop of transformers and `warns`.
 
@@ -139,17 +139,15 @@ class RequestPlan:
                 warn(self.reason)
             sample = outside_passes()(own_sample(call))
             return PlainLoop(sample, call.input_ids, self.lengths, call.stopping_criteria, self.context)
-        encoded, rows = self.encoded(), self.rows()
+        encoded, rows = kind_of(call.model).encoded(call, is_returned=self.keeps_cache), self.rows()
         for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
             row.read_by_encoder(tokens)
         warp = warp_of(call.logits_processor) if self.is_sampled else None
         given: Any = {"warp": warp, "encoded": encoded, "reading": self.reading}
-        with undisturbed(call.model):
-            engine = assemble(self.common, self.stopping, rows, shape=self.shape, **given)
-        past = cache_in(call.model_kwargs)
-        if encoded is None and self.reading is None and tokens_in(past) > 0:
-            longest = call.input_ids.shape[1]
-            copy_prefix_from(cast(DynamicCache, past), engine.cache, longest - self.lengths)
+        engine = assemble(self.common, self.stopping, rows, shape=self.shape, **given)
+        if encoded is None and self.reading is None and self.continued:
+            past = cast(DynamicCache, cache_in(call.model_kwargs))
+            copy_prefix_from(past, engine.cache, call.input_ids.shape[1] - self.lengths)
         return engine
 
 
@@ -173,6 +171,7 @@ def plan_request(
     context: int | None = None,
     memory: Memory | None = None,
     lengths: NDArray[np.int64] | None = None,
+    facts: ModelPlan | None = None,
 ) -> RequestPlan:
     """Check a call of `model.generate` and decide how to decode it.
 
@@ -183,14 +182,14 @@ def plan_request(
         context: Maximum tokens of a row; None for no limit.
         memory: As in `Common`.
         lengths: int64 `[batch]`, tokens of the prompts without padding, if these have been checked.
+        facts: The plan of the model as it is now; recognised if None.
 
     Raises:
         PromptError: A prompt has no tokens, or is longer than the model's context.
         UnsupportedModelError: The generation mode or an input cannot be served; the message names it.
     """
     model, generation_config, config = call.model, call.generation_config, config or DEFAULTS
-    if call.model_kwargs.keys() & validation.TOKEN_TYPES:
-        recognise(model, trusted=config.trust_user_code)
+    facts = facts or recognise(model, trusted=config.trust_user_code)
     stopping = stopping_rule(call.stopping_criteria, generation_config)
     named = ", ".join(missing_names())
     lacking = f"the installed libraries lack what drafts need, {named}" if named else ""
@@ -206,18 +205,20 @@ def plan_request(
     # transformers masks the empty slots of a static cache; without a cache, or with a prefill in parts, its products
     # have other row counts. Either way the bits differ from decoding one token at a time.
     is_static = isinstance(getattr(past, "self_attention_cache", past), StaticCache)
-    keeps_cache = validation.is_cache_returned(past, generation_config)
+    is_theirs = may_be_callers(past, generation_config)
+    continued = tokens_in(past) if is_theirs else 0
+    keeps_cache = is_theirs or bool(generation_config.return_dict_in_generate)
     common = Common(
         model=model,
         config=config,
         tokenizer=tokenizer,
         memory=memory,
-        keep_cache=keeps_cache or tokens_in(past) > 0,
+        keep_cache=keeps_cache or continued > 0,
         is_rounded=is_static or validation.reads_otherwise(generation_config),
     )
     if lengths is None:
         lengths = validation.prompt_lengths(model, call.input_ids, call.model_kwargs)
-    given = {"lengths": lengths, "stopping": stopping, "keeps_cache": keeps_cache}
+    given = {"lengths": lengths, "stopping": stopping, "keeps_cache": keeps_cache, "continued": continued}
     plan = RequestPlan(call=call, common=common, context=context, **given)
     if reason := unserved_reason(call) or lacking:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
@@ -226,7 +227,7 @@ def plan_request(
     has_objects = bool(call.logits_processor or stopping.custom)
     if has_objects and (reason := _reason_of_objects(plan)):
         return replace(plan, reason=reason)
-    return _with_drafts(plan)
+    return _with_drafts(plan, facts)
 
 
 def _reason_of_objects(plan: RequestPlan) -> str:
@@ -240,11 +241,11 @@ def _reason_of_objects(plan: RequestPlan) -> str:
     return ""
 
 
-def _with_drafts(plan: RequestPlan) -> RequestPlan:
+def _with_drafts(plan: RequestPlan, facts: ModelPlan) -> RequestPlan:
     """The plan with the shape of its drafts, or with the reason why it has none."""
     call, common, stopping, (batch_size, longest) = plan.call, plan.common, plan.stopping, plan.call.input_ids.shape
     model, config, is_padded = call.model, common.config, bool(plan.lengths.min() < longest)
-    others, found = validation.other_inputs(model, call.model_kwargs), _found(plan)
+    others, found = validation.other_inputs(model, call.model_kwargs), _found(plan, facts)
     positions = call.model_kwargs.get("position_ids")
     if positions is not None and not validation.has_usual_positions(positions, plan.lengths, longest):
         others = [*others, "position_ids"]
@@ -260,8 +261,8 @@ def _with_drafts(plan: RequestPlan) -> RequestPlan:
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if shape == "none" or reason:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
-    past = cache_in(call.model_kwargs)
-    if tokens_in(past) > 0:
+    if plan.continued:
+        past = cache_in(call.model_kwargs)
         given = call.input_ids, call.generation_config, call.model_kwargs.get("attention_mask")
         validation.validate_past(model, past, *given)
     if not reads_itself:
@@ -274,17 +275,17 @@ def _with_drafts(plan: RequestPlan) -> RequestPlan:
     return replace(plan, shape=shape, reading=reading)
 
 
-def _found(plan: RequestPlan) -> support.Support:
+def _found(plan: RequestPlan, facts: ModelPlan) -> support.Support:
     """The support of the model for drafts, given the cache and the padding of the call."""
     call, model, past = plan.call, plan.call.model, cache_in(plan.call.model_kwargs)
     given: Any = {"shortest": int(plan.lengths.min()), "max_length": plan.stopping.max_length}
     of_kind = kind_of(model).cache_reason(call)
     given["is_alone"] = call.input_ids.shape == (1, given["shortest"]) and not plan.common.is_rounded
-    found = support.support_of(model, **given, trusted=plan.common.config.trust_user_code)
-    changed, why, facts = changed_cache(past), "", plan_of(model)
+    found = support.support_of(model, **given, trusted=plan.common.config.trust_user_code, plan=facts)
+    is_theirs, why = may_be_callers(past, call.generation_config), ""
     if call.generation_config.use_cache is not False and facts.trains and checkpointed(model):
         why = "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
-    elif changed:
+    elif is_theirs and (changed := changed_cache(past)):
         why = f"its cache has its own code, {changed}"
     elif found.shape != "none":
         why = _reason_of_states(plan, past) if facts.may_keep_states or facts.picks_keys else ""
@@ -308,7 +309,7 @@ def _reason_of_states(plan: RequestPlan, past: Any) -> str:
         if validation.reads_otherwise(plan.call.generation_config):
             return "its layers keep states, and its texts are read in parts or more than once"
         return ""
-    if plan.keeps_cache or tokens_in(past):
+    if plan.keeps_cache or plan.continued:
         return "its indexer has its own keys, which the caches of callers do not hold"
     return "its indexer picks keys, which the padding of a batch changes" if changed_by_padding else ""
 

@@ -28,9 +28,8 @@ from lookahead.decoding.hf_outputs import copy_prefix_from
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, with_place
 from lookahead.model.cache import TreeCache
-from lookahead.model.call_caches import CACHE, cache_in, tokens_in
 from lookahead.model.calls import ResolvedCall, inputs_of_step, read_prompt
-from lookahead.model.facts import decoder_vocabulary, input_device, position_limit
+from lookahead.model.facts import CACHE, cache_in, decoder_vocabulary, input_device, position_limit, tokens_in
 from lookahead.model.model_kind import SERVED, ModelInputs
 from lookahead.model.model_state import outside_passes, state_of
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.config import LookaheadConfig
+from lookahead.config import DEFAULTS, LookaheadConfig
 from lookahead.decoding import validation
 from lookahead.decoding.chat_messages import check_messages, newest_turns, template_options, text_messages
 from lookahead.decoding.plan import RequestPlan, plan_request
@@ -26,9 +26,9 @@ from lookahead.decoding.prediction_reading import read_prediction, read_predicti
 from lookahead.drafting.proposal import IntArray
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.model.calls import resolve_call
-from lookahead.model.facts import input_device, inputs_of, vocabulary_size
+from lookahead.model.facts import inputs_of
 from lookahead.model.model_kind import kind_of
-from lookahead.verification.stopping import has_own
+from lookahead.model.model_state import ModelPlan, recognise
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`; the content may be a list of parts, `{"type": "text", "text": ...}`."""
@@ -92,6 +92,7 @@ class PromptReader:
 
     A prompt has at most `limit` tokens, or `room` to leave space for its output; None for no limit. `further` are
     inputs of the model that came with the tokens, such as images; inputs `[batch, tokens]` are lists without padding.
+    `facts` is the plan of the model, as it is now or, unless it `recognises`, as a call saw it last.
     """
 
     def __init__(
@@ -104,14 +105,16 @@ class PromptReader:
         add_special_tokens: bool = True,
         truncate: Truncation | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        recognises: bool = True,
         **options: Any,
     ) -> None:
         validation.check_pair(model, tokenizer)
-        validation.check_options(model, tokenizer, config, generation_config, options, seed)
+        given = model, tokenizer, config, generation_config, options, seed
+        self.facts = validation.check_options(*given, recognises=recognises)
         if truncate not in (None, "left", "right"):
             raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")
         self.config, self.model, self.tokenizer, self._seed = config, model, tokenizer, seed
-        self._given, self._generation_config, self.options = options, generation_config, options
+        self.given, self._generation_config, self.options = options, generation_config, options
         self.option = partial(validation.resolved, model, generation_config, options)
         """An option of the call, by its name, as `model.generate` resolves it."""
         if self.option("stop_strings") is not None:
@@ -120,9 +123,7 @@ class PromptReader:
         self._special, self._truncate, self.further = add_special_tokens, truncate, dict[str, Any]()
         self._chat_kwargs = {} if chat_template_kwargs is None else template_options(chat_template_kwargs)
         self._kind = kind_of(model)
-        self._names = self._kind.nouns
-        self._vocabulary = vocabulary_size(model)
-        self.limit = self._kind.prompt_limit(model)
+        self.limit = self.facts.part("prompt limit", self.facts.form, partial(self._kind.prompt_limit, model))
         reserved = self.option("max_new_tokens") or 1
         self.room = self.limit if self._kind.has_encoder or self.limit is None else self.limit - reserved
         if truncate is not None and self.room is not None and self.room < 1:
@@ -131,13 +132,12 @@ class PromptReader:
                 f"got {reserved}"
             )
 
-    @property
-    def has_own(self) -> bool:
-        """Whether the options of `model.generate` hold a user's own processors or criteria."""
-        return has_own(self._given)
-
     def plan(
-        self, encoded: Sequence[list[int]], max_new_tokens: int | None = None, predictions: Any = None
+        self,
+        encoded: Sequence[list[int]],
+        max_new_tokens: int | None = None,
+        predictions: Any = None,
+        facts: ModelPlan | None = None,
     ) -> RequestPlan:
         """Pad prompts and plan their request; `model.generate` resolves its options.
 
@@ -147,11 +147,13 @@ class PromptReader:
             encoded: Token ids of the prompts.
             max_new_tokens: Replaces the option of that name; None keeps the option.
             predictions: The expected outputs, `lookahead.decoding.prediction_reading.Predictions`.
+            facts: The plan of the model as it is now; recognised if None.
         """
+        facts = facts or recognise(self.model, trusted=(self.config or DEFAULTS).trust_user_code)
         given = self.model, self.tokenizer, predictions, len(encoded)
         expected = () if predictions is None else read_predictions(*given)
         causal_lm: Any = self.model
-        device, pad = input_device(causal_lm), pad_token_of(self.tokenizer)
+        device, pad = facts.device, pad_token_of(self.tokenizer)
         has_encoder = self._kind.has_encoder
         padded, mask = pad_prompts(encoded, pad, on_the_right=has_encoder)
         longest, context = (1, None) if has_encoder else (padded.shape[1], self.limit)
@@ -178,7 +180,7 @@ class PromptReader:
         # Within the context no position is missing, and `read` has checked the tokens.
         is_checked = context is not None and not self.further and call.input_ids.shape == padded.shape
         lengths = np.array([*map(len, encoded)]) if is_checked else None
-        plan = plan_request(call, self.config, self.tokenizer, context, lengths=lengths)
+        plan = plan_request(call, self.config, self.tokenizer, context, lengths=lengths, facts=facts)
         return replace(plan, predictions=expected)
 
     def read_prediction(self, given: Any, index: int) -> tuple[IntArray, ...]:
@@ -264,12 +266,13 @@ class PromptReader:
             shown = f": {prompt!r}" if isinstance(prompt, str) else ""
             raise PromptError(f"prompt {index} has no tokens{shown}; a prompt needs at least one")
         if not self.further:  # their placeholders may be outside the vocabulary
-            validation.check_token_ids(np.array(ids), index, self._vocabulary)
+            validation.check_token_ids(np.array(ids), index, self.facts.embeddings)
         if self._truncate is not None and self.room is not None and len(ids) > self.room:
             return self._shorten_chat(prompt, index) if is_chat(prompt) else self._shorten(prompt, ids)
         if self.limit is not None and len(ids) > self.limit:
             raise PromptTooLongError(
-                f"{self._names[0]} {index} has {len(ids)} tokens and the {self._names[1]} has {self.limit} positions"
+                f"{self._kind.nouns[0]} {index} has {len(ids)} tokens and the {self._kind.nouns[1]} has {self.limit} "
+                "positions"
             )
         return ids
 

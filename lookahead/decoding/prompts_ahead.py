@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.backend.read_prompt import Prefix, PrefixStore, ReadingAhead, ReadPrompt, prefixes_of, reads_apart
+from lookahead.backend.self_check import keeps_solo_bits, kernels_agree
 from lookahead.config import LookaheadConfig
-from lookahead.decoding.assembly import has_kernels
 from lookahead.decoding.request import Request
 from lookahead.engine.row import Row
 from lookahead.kernels.jobs import torch_on_threads
@@ -181,7 +181,8 @@ class PromptsAhead:
         try:
             reader, store = self._readers.get(is_quick), self.store
             if reader is None:
-                reader = ReadingAhead(self._model, store, {"has_kernels": has_kernels(self._model)})
+                has_kernels = keeps_solo_bits(self._model) or kernels_agree(self._model, "trees")
+                reader = ReadingAhead(self._model, store, {"has_kernels": has_kernels})
                 self._readers[is_quick] = reader
             began = time.perf_counter()
             with self.share_of_threads(is_shared):

@@ -12,6 +12,7 @@ from lookahead.decoding.validation import validate_call
 from lookahead.engine.engine import NO_NODES
 from lookahead.engine.row import StepOutput
 from lookahead.model.facts import input_device
+from lookahead.model.model_kind import kind_of
 from lookahead.stats import DecodingStats
 from lookahead.verification.stopping import FinishReason
 
@@ -75,7 +76,8 @@ class Request:
         validate_call(plan.call.model, plan.call.generation_config, plan.call.model_kwargs)
         if not (shares_rows and plan.can_join):
             return
-        (row,), encoded = plan.rows(), plan.encoded()
+        (row,), call = plan.rows(), plan.call
+        encoded = kind_of(call.model).encoded(call, is_returned=plan.keeps_cache)
         row.index, row.device = self.index, input_device(plan.call.model)
         if encoded is not None:
             row.read_by_encoder(encoded.tokens[0], encoded)

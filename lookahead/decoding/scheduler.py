@@ -24,6 +24,7 @@ from lookahead.engine.engine import Engine
 from lookahead.errors import LogitsError, PromptError
 from lookahead.model.facts import input_device, prefills_at_once
 from lookahead.model.model_kind import kind_of
+from lookahead.verification.stopping import has_own
 
 _SIMILAR = 0.75  # minimum ratio of the lengths of encoder inputs that are padded to one length
 
@@ -207,7 +208,7 @@ class Scheduler:
         """What the prompts of the reader share."""
         reader, model, config = self._reader, self._reader.model, self._config
         # A user's objects belong to the rows of one call.
-        own = reader.has_own or not all(isinstance(proposer, str) for proposer in config.proposers)
+        own = has_own(reader.given) or not all(isinstance(proposer, str) for proposer in config.proposers)
         if own or prefills_at_once(model):
             return "nothing"
         found = support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)

@@ -82,7 +82,7 @@ def trace(
     """
     reader = PromptReader(model, tokenizer, config, truncate=truncate, **generate_kwargs)
     ids = reader.read(prompt, 0)
-    engine = reader.plan([ids]).begin()
+    engine = reader.plan([ids], facts=reader.facts).begin()
     names = list(getattr(engine, "sources", ()))
     text, steps = TextPieces(tokenizer), []
     with engine.serving():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
 from math import inf
 from numbers import Real
 from typing import Any, cast
@@ -17,21 +18,23 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from lookahead.config import REMOVED, LookaheadConfig, check_seed, check_whole, refuse_removed
+from lookahead.config import DEFAULTS, REMOVED, LookaheadConfig, check_seed, check_whole, refuse_removed
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, warn, with_place
-from lookahead.model.call_caches import CACHE, cache_in, may_be_callers
 from lookahead.model.calls import mask_length
 from lookahead.model.facts import (
+    CACHE,
+    cache_in,
     check_model,
     decoder_vocabulary,
     described,
     embedding_of,
     input_device,
+    may_be_callers,
     reads_text,
     validate_model,
 )
 from lookahead.model.model_kind import kind_of
-from lookahead.model.model_state import recognise, state_of
+from lookahead.model.model_state import ModelPlan, plan_of, recognise, state_of
 from lookahead.model.state_layers import is_filled
 from lookahead.proposers.pool_files import pool_of
 from lookahead.utils.fingerprints import tokenizer_fingerprint
@@ -103,8 +106,10 @@ def check_options(
     generation_config: object,
     options: Mapping[str, Any],
     seed: object = None,
-) -> None:
-    """Check the arguments of a call of the Python API.
+    *,
+    recognises: bool = True,
+) -> ModelPlan:
+    """Check the arguments of a call of the Python API; returns the plan of the model.
 
     Args:
         model: The model.
@@ -113,23 +118,25 @@ def check_options(
         generation_config: As for `model.generate`.
         options: Other options of `model.generate`.
         seed: None, or a whole number from -2^63 to 2^64 - 1.
+        recognises: Whether to look at the model as it is now, not as a call saw it last.
 
     Raises:
         ConfigError: An option is out of its range, not accepted here, or unknown.
         PoolError: The pool of the configuration cannot be read, or was made with another tokenizer.
         UnsupportedModelError: The model cannot be used.
     """
-    validate_model(model)
+    if config is not None:
+        check_config("config", config)
+    facts = recognise(model, trusted=(config or DEFAULTS).trust_user_code) if recognises else plan_of(model)
+    facts.part("usable", facts.form, partial(validate_model, model))
     if kind_of(model).has_encoder and not reads_text(model):
         command = ", or 'lookahead transcribe'" if model.config.model_type == "whisper" else ""
         raise UnsupportedModelError(
             f"{type(model).__name__} reads {model.main_input_name}, not text: call model.generate under "
             f"lookahead.enable(model){command}"
         )
-    if config is not None:
-        check_config("config", config)
-        if config.pool is not None:
-            pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
+    if config is not None and config.pool is not None:
+        pool_of(config, fingerprint=tokenizer_fingerprint(tokenizer))
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         hint = "; pass its entries as keyword arguments" if isinstance(generation_config, Mapping) else ""
         got = f"a {type(generation_config).__name__}{hint}"
@@ -159,6 +166,7 @@ def check_options(
             meant = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
             if meant is not None:
                 raise ConfigError(f"{name!r} is not an option of generate; did you mean {meant!r}?")
+    return facts
 
 
 def check_numbers(options: Mapping[str, Any]) -> None:
@@ -219,7 +227,8 @@ def validate_call(
     modes: Sequence[GenerationMode] = LOOPS,
 ) -> None:
     """Raise UnsupportedModelError if a resolved call of `model.generate` cannot be served."""
-    validate_model(model)
+    plan = plan_of(model)
+    plan.part("usable", plan.form, partial(validate_model, model))
     mode, kind = config.get_generation_mode(), kind_of(model)
     if config.guidance_scale is not None and config.guidance_scale != 1:
         raise _left_out(
@@ -275,7 +284,7 @@ def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
 
 def _heeds(model: PreTrainedModel, name: str) -> bool:
     """Whether zeros in an input `[batch, tokens]` change the logits of a model, as its call has recognised it."""
-    plan = state_of(model).plan or recognise(model)
+    plan = plan_of(model)
     if plan.user_code and not plan.trusted:
         return True
 

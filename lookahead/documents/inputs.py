@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lookahead.documents.byte_sources import STDIN, ask, file_system, is_url
 from lookahead.errors import ConfigError, DocumentError
-from lookahead.utils.replacing import check_folder
+from lookahead.utils.atomic import check_folder
 
 Format = Literal["text", "html", "pdf", "docx", "jsonl", "csv", "tsv", "parquet"]
 Skip = Callable[[str], None]

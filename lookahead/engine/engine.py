@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from lookahead.backend.protocol import Backend, BackendReport, BitPolicy, OnPrefill
+from lookahead.backend.protocol import Backend, BitPolicy, OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan, StepRecord
 from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, batch_propose_fn
@@ -32,6 +32,7 @@ from lookahead.verification.acceptance import EXACT, Acceptance
 if TYPE_CHECKING:
     from lookahead.backend.read_prompt import Prefix, ReadPrompt
 
+_log = logging.getLogger(__name__)
 NO_NODES = np.zeros(0, np.int32)
 
 
@@ -75,8 +76,7 @@ class Engine:
         self._runs_users_code = bool(plan.user_code) or any(isinstance(each, ValidatedProposer) for each in proposers)
         # Proposers and controller may share learned state with engines on other threads. Passes and verification run
         # without the lock, so threads that share a model decode in parallel.
-        self._state = state_of(call.model)
-        self._learning = self._state.learned.lock
+        self._learning = state_of(call.model).learned.lock
         self._plan_without_controller = StepPlan(0, drafts=bool(proposers), max_nodes=call.max_nodes)
         self._questions = [
             (batch_propose_fn(proposer), getattr(proposer, "reads_offers", False)) for proposer in proposers
@@ -117,11 +117,6 @@ class Engine:
         """
         is_alone = is_alone and not (self._runs_users_code or any(row.runs_users_code for row in self.batch))
         return self._backend.serving(is_alone=is_alone and not any(row.runs_users_code for row in self._rows))
-
-    def report(self) -> BackendReport:
-        """The paths that serve the parts of the model, and why faster ones do not."""
-        with self._backend.serving():
-            return replace(self._backend.report(), bits=self._policy.value)
 
     def report_prefill(self, on_prefill: OnPrefill | None) -> None:
         """Set the callback that reports the progress of a prefill."""
@@ -184,8 +179,10 @@ class Engine:
         else:
             logits = read.copy_to(self.cache, first)
             rows[0].stats.reused_tokens = read.reused
-        report = replace(self._backend.report(), bits=self._policy.value)
-        self._state.log_once(self._call.is_chain, report)
+        report, plan = self._backend.report(self._policy), plan_of(self._call.model)
+        if self._call.is_chain not in plan.reported:
+            plan.reported.add(self._call.is_chain)
+            _log.info("%s", report)
         is_whole = self._backend.is_read_whole if read is None else read.is_whole
         changed = [prefix.tokens > 0 and not prefix.keeps_bits for prefix in prefixes] or [False] * len(rows)
         for row, is_changed in zip(rows, changed, strict=True):

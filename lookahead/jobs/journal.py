@@ -18,9 +18,8 @@ from lookahead.errors import ConfigError, count
 from lookahead.jobs.identity import JobIdentity, key_of, text_hash
 from lookahead.jobs.line import Line, Record, read_entries
 from lookahead.jobs.line_file import LineFile, read_earlier, unpack_parquet, write_errors, write_parquet
-from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.atomic import read_json, remove_leftovers, replacing, write_atomically
 from lookahead.utils.locks import locked
-from lookahead.utils.replacing import remove_leftovers, replacing
 
 EarlierOutcome = Literal["finished", "rejected"] | None  # the outcome of a document in an earlier run
 Sink = Callable[[Record], None]  # receives the lines of results

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from lookahead.documents.inputs import load_packages
 from lookahead.errors import ConfigError, ResultsError, count
 from lookahead.jobs.line import Entry, Line, Record, parse_line, read_entries, read_rows, result_columns
-from lookahead.utils.replacing import replacing, sync_folder
+from lookahead.utils.atomic import replacing, sync_folder
 
 RECOVERED = ".recovered.jsonl"  # suffix of the file with the lines of a results file that was replaced
 _BATCH_ROWS = 1024

@@ -20,7 +20,7 @@ from transformers.generation import utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils.generic import ModelOutput
 
-from lookahead.model.call_caches import CACHE, cache_in, may_be_callers
+from lookahead.model.facts import CACHE, cache_in, may_be_callers
 from lookahead.model.known_code import is_known, is_known_class
 from lookahead.model.model_kind import kind_of
 

@@ -1,25 +1,35 @@
-"""Facts about a transformers model: its inputs, sizes, positions, windows and attention."""
+"""Facts about a transformers model: its inputs, sizes, positions, windows and attention; and the caches of calls."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from os import PathLike, fspath
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.activations import SiLUActivation
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.errors import ConfigError, UnsupportedModelError
-from lookahead.model.call_caches import CACHE
 
 Attention = Callable[..., tuple[Tensor, Any]]
+# The name of the cache among the inputs and outputs of a model. Transformers changed it in 5.24.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+MARKS_CACHES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
 _INDEXED = "indexed_attention"  # queries see the keys that an indexer picks, by the model's mask
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", _INDEXED})
 SILU = SiLUActivation, nn.SiLU
@@ -291,3 +301,28 @@ def own_attention(module: Any, config: PretrainedConfig) -> Attention:
     registry = space.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     own: Attention = registry.get(name, space.get("eager_attention_forward"))
     return own
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among arguments of `model.generate`, or None."""
+    names = CACHE, "past_key_values", "cache_params"
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
+
+
+def may_be_callers(cache: Any, config: GenerationConfig) -> bool:
+    """Whether a cache may come from the caller of `model.generate`, which rules out a named cache implementation."""
+    is_unmarked = not MARKS_CACHES and config.cache_implementation is None  # before transformers 5.17 none is marked
+    return cache is not None and getattr(cache, "_is_user_defined", is_unmarked)
+
+
+def is_callers(cache: Any) -> bool:
+    """Whether a cache is known to come from the caller of `model.generate`."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def tokens_in(cache: Any) -> int:
+    """Tokens in a cache; 0 for None, and for a cache that does not count tokens."""
+    try:
+        return 0 if cache is None else int(cache.get_seq_length())
+    except ValueError:  # since transformers 5.24, from a cache without attention layers
+        return 0

@@ -24,15 +24,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 from transformers import (
     Conv1D,
-    DynamicCache,
-    EncoderDecoderCache,
     LogitsProcessorList,
     PretrainedConfig,
     StoppingCriteriaList,
     cache_utils,
     masking_utils,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations import moe, sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -58,7 +55,9 @@ _DATA_OWNERS = ModuleType, type
 # Every model's layers call these.
 _SHARED: tuple[Any, ...] = (torch, torch.Tensor, torch._C._nn, torch.nn.functional, sdpa_attention, masking_utils, moe)
 _LINEARS = frozenset((nn.Linear, Conv1D))
-_CACHES = frozenset((DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache))
+_CLASSES = [value for value in vars(cache_utils).values() if getattr(value, "__module__", "") == cache_utils.__name__]
+# Caches and their layers; a mapping between layers has methods of the standard library.
+_CACHES = frozenset(each for each in _CLASSES if isinstance(each, type) and not issubclass(each, Mapping))
 AROUND = _CACHES | {LogitsProcessorList, StoppingCriteriaList}
 """Classes that every call of `generate` uses."""
 _CALLS = "forward", "_call_impl"  # instance attributes that change how a module is called

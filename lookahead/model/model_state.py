@@ -6,7 +6,7 @@ import logging
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from threading import RLock, local
@@ -61,11 +61,13 @@ class ModelPlan:
         user_code: The first code of a user's own on the way of a pass, and where it hangs; empty if there is none.
         trusted: Whether the user states that this code treats every token by itself and keeps no state.
         prefixes: The `PrefixStore` of this plan.
+        reported: Whether the paths of its passes over trees, or over chains, were logged.
     """
 
     def __init__(self, model: Any, stamp: Stamp) -> None:
         self.stamp, self.user_code, self.trusted = stamp, users_code(model), False
         self.prefixes: Any = None
+        self.reported: set[bool] = set()
         self.form = stamp.form
         self._model = ref(model)  # the state of a model must not keep it alive
         self._parts: dict[Hashable, tuple[int, Any]] = {}
@@ -85,6 +87,11 @@ class ModelPlan:
     def vocabulary(self) -> int:
         """Token ids that it, or its decoder, has embeddings for."""
         return facts.decoder_vocabulary(self._lm)
+
+    @cached_property
+    def embeddings(self) -> int:
+        """Rows of its embedding table, or of its encoder's."""
+        return facts.vocabulary_size(self._lm)
 
     @cached_property
     def positions(self) -> int | None:
@@ -200,9 +207,9 @@ class ModelState:
         self.threads: dict[int, int] = {}  # threads per pass on a CPU, by torch's number of threads
         self.tokenizers: WeakSet[Any] = WeakSet()  # checked against the model
         self.encoding: Any = None  # class and sizes of its newest encoder outputs (of the encoder-decoder plug-in)
+        self.kind: Any = None  # its `ModelKind`
         self.problems: dict[str, str] = {}  # why a faster path is off, by path
         self.noted = 0  # problems, including repeated ones
-        self._reported: set[Hashable] = set()
         self.plans: dict[int, ModelPlan] = {}  # the newest plans, by the number of their stamps
         self.probing = RLock()  # reentrant: a signal handler may decode while its thread probes
 
@@ -212,13 +219,6 @@ class ModelState:
         if self.problems.get(path) != problem:
             self.problems[path] = problem
             _log.warning("%s: %s", path, problem)
-
-    def log_once(self, kind: Hashable, report: object) -> None:
-        """Log a report once per kind and stamp."""
-        kind = kind, self.stamp_number
-        if kind not in self._reported:
-            self._reported.add(kind)
-            _log.info("%s", report)
 
     @property
     def stamp_number(self) -> int:
@@ -346,14 +346,6 @@ def outside_passes() -> Iterator[None]:
         for data, values in zip(_locals, outer, strict=True):
             data.__dict__.clear()
             data.__dict__.update(values)
-
-
-@contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
-    """Use fresh measurements of a model if this thread is changing them: a signal handler may interrupt it."""
-    is_changing = state_of(model).learned.lock._is_owned()  # type: ignore[attr-defined] # as `threading.Condition` asks
-    with use_learned(model, LearnedState()) if is_changing else nullcontext():
-        yield
 
 
 @contextmanager

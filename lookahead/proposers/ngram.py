@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
 from lookahead.errors import warn
-from lookahead.ngram.chains import ChainIndex, Chains
+from lookahead.ngram.chains import ChainIndex, Chains, LiveOutputs
 from lookahead.ngram.hit_rates import HitRates
-from lookahead.ngram.live_outputs import LiveOutputs
 from lookahead.ngram.pool_file import Pool
 from lookahead.ngram.search import NO_CANDIDATES, NOT_VERIFIED, Search, Trie
 from lookahead.ngram.successors import SuccessorTable

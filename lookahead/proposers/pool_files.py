@@ -19,9 +19,9 @@ from lookahead.documents.readers import read_documents
 from lookahead.errors import PoolError, count, one_line, pool_errors
 from lookahead.ngram.chains import SEPARATOR, IntArray
 from lookahead.ngram.pool_file import Pool, PoolHeader, write_pool
+from lookahead.utils.atomic import check_folder
 from lookahead.utils.fingerprints import tokenizer_fingerprint
 from lookahead.utils.locks import locked
-from lookahead.utils.replacing import check_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
 
 from lookahead.errors import ConfigError
-from lookahead.utils.replacing import check_folder
+from lookahead.utils.atomic import check_folder
 
 Values = NDArray[np.float64]
 

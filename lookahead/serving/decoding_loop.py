@@ -126,7 +126,7 @@ class DecodingLoop:
         grammars = {name: options.pop(name, None) for name in ("json_schema", "regex", "grammar")}
         options = options_of(self.model, self.tokenizer, None, options, None, grammars)
         config = self._config if request.drafts else replace(self._config or LookaheadConfig(), proposers=())
-        reader = PromptReader(self.model, self.tokenizer, config, **options)
+        reader = PromptReader(self.model, self.tokenizer, config, recognises=False, **options)
         if request.inputs:
             reader.separate(request.inputs)
         reader.read(request.ids, 0)

@@ -232,7 +232,7 @@ class Translator:
         """The token ids of a prompt; with `cut` the last ones."""
         field = "messages" if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else "prompt"
         try:
-            reader = PromptReader(self._model, self._tokenizer, **options)
+            reader = PromptReader(self._model, self._tokenizer, recognises=False, **options)
             reader.limit = reader.limit if cut is None else None
             return reader.read(prompt, 0)[-(cut or 0) :]
         except PromptTooLongError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -76,11 +76,6 @@ def pads_after_end(criteria: StoppingCriteriaList) -> bool:
     return any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
 
-def _is_plain(criterion: object, kinds: Collection[type] = _ROW_WISE) -> bool:
-    """Whether a criterion is of one of these kinds, with transformers' `__call__`."""
-    return type(criterion) in kinds and is_known(type(criterion).__call__)
-
-
 def has_own(options: Mapping[str, Any]) -> bool:
     """Whether options of `model.generate` hold a user's criteria, or processors that are not per row."""
     processors = options.get("logits_processor") or ()
@@ -89,7 +84,7 @@ def has_own(options: Mapping[str, Any]) -> bool:
 
 def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
     """The name of the first processor or criterion that may keep a state or look across rows, or an empty string."""
-    others = [criterion for criterion in criteria if not _is_plain(criterion)]
+    others = [each for each in criteria if type(each) not in _ROW_WISE or not is_known(type(each).__call__)]
     names = [str(getattr(other, "__qualname__", type(other).__qualname__)) for other in others]  # it may be a function
     return next(iter(names), "") or foreign_processor(processors, config)
 
@@ -127,10 +122,15 @@ def stateful_reason(
 
 def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> StoppingRule:
     """Separate the criteria that count tokens from those that must be called."""
-    ends = [cast(EosTokenCriteria, c) for c in criteria if _is_plain(c, (EosTokenCriteria,))]
-    eos = {token for c in ends for token in c.eos_token_id.flatten().tolist()}
-    limits = [cast(MaxLengthCriteria, c).max_length for c in criteria if _is_plain(c, (MaxLengthCriteria,))]
-    others = [c for c in criteria if not _is_plain(c, (EosTokenCriteria, MaxLengthCriteria))]
+    eos, limits, others = set[int](), list[int](), list[Any]()
+    for criterion in criteria:
+        kind = type(criterion)
+        if kind not in (EosTokenCriteria, MaxLengthCriteria) or not is_known(kind.__call__):
+            others.append(criterion)
+        elif kind is EosTokenCriteria:
+            eos.update(cast(EosTokenCriteria, criterion).eos_token_id.flatten().tolist())
+        else:
+            limits.append(cast(MaxLengthCriteria, criterion).max_length)
     shows_scores = config.return_dict_in_generate and config.output_scores
 
     def ask(criterion: StoppingCriteriaList, ids: Tensor, scores: Sequence[Tensor]) -> bool:

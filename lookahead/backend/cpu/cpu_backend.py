@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from lookahead.backend.cpu.state_bits import Mixing, mixing_of
 from lookahead.backend.cpu.tree_mixers import TreeMixer, find_mixers, samples_of
 from lookahead.backend.cpu.whole_pass import WholePass, whole_pass
 from lookahead.backend.pass_attention import attend
-from lookahead.backend.protocol import BitPolicy, PathReport
+from lookahead.backend.protocol import BackendReport, BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import PackedPrompts, TreePass
 from lookahead.drafting.tree import TokenTree
@@ -194,7 +195,8 @@ class CpuBackend(TorchBackend):
             self.is_cold = thread.is_cold
         return logits
 
-    def _paths(self) -> list[PathReport]:
+    def report(self, policy: BitPolicy = BitPolicy.ROUNDED) -> BackendReport:
+        """See `Backend.report`."""
         fused, linears, whole, apart = *self._parts[:3], self._why_apart
         plain, layers = linears.counts
         packed = linears.reason or f"{plain} of {layers} linear layers"
@@ -207,8 +209,9 @@ class CpuBackend(TorchBackend):
         mixers, states = len(self._mixers), len(self.cache.states)
         mixed = f"{mixers} of {states} layers" if mixers else "they are for gated delta nets and short convolutions"
         share = f"{len(fused.layers)} of {fused.total} layers"
-        return [
-            *super()._paths(),
+        report = super().report(policy)
+        paths = (
+            *report.paths,
             PathReport(
                 "nodes that attend by a kernel of their own", self._takes_rows,
                 "" if self._takes_rows else "it is for bfloat16, SDPA and CPUs with its order of sums",
@@ -218,7 +221,8 @@ class CpuBackend(TorchBackend):
             PathReport("packed weights", linears.packs and linears.copies, apart or packed),
             PathReport("fused layers", bool(fused.layers), apart or "; ".join(filter(None, (share, fused.reason)))),
             PathReport("passes as one call", not one_call, apart or one_call or shared),
-        ]  # fmt: skip
+        )  # fmt: skip
+        return replace(report, paths=paths)
 
 
 @contextmanager

@@ -35,8 +35,7 @@ from lookahead.kernels.packed_product import prepared_rows
 from lookahead.loading.quantized import QuantizedLinear
 from lookahead.loading.quantized_experts import QuantizedExperts
 from lookahead.model.attention import registered_attention
-from lookahead.model.call_caches import CACHE
-from lookahead.model.facts import attention_name, is_offloaded
+from lookahead.model.facts import CACHE, attention_name, is_offloaded
 from lookahead.model.families import FAMILIES, family_of
 from lookahead.model.families.family import Family
 from lookahead.model.families.operations import (

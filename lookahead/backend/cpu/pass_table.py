@@ -29,7 +29,7 @@ from lookahead.kernels.packed_product import PackedWeight, prepared_rows, produc
 from lookahead.kernels.team import team_of
 from lookahead.model.attention import registered_attention
 from lookahead.model.cache import TreeCache
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from lookahead.model.families.operations import Called, Experts, Recurrence, SelfAttention
 from lookahead.model.slots import Origin, sharing_groups
 from lookahead.model.state_layers import States

@@ -25,7 +25,7 @@ from lookahead.errors import first_line
 from lookahead.kernels.topk import ranked
 from lookahead.model.attention import AttentionScope
 from lookahead.model.cache import TreeCache
-from lookahead.model.call_caches import CACHE
+from lookahead.model.facts import CACHE
 from lookahead.model.model_state import ModelState, state_of
 
 _FEWEST_SLOTS = 1024  # per row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from lookahead.backend.gpu import cuda_graphs
 from lookahead.backend.gpu.cuda_graphs import CAPTURE_AT, GraphRunner, KeptGraphs
 from lookahead.backend.gpu.kernel_trial import try_kernels
-from lookahead.backend.protocol import BitPolicy, PathReport
+from lookahead.backend.protocol import BackendReport, BitPolicy, PathReport
 from lookahead.backend.torch_backend import TorchBackend
 from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import TokenTree
@@ -43,7 +44,7 @@ class GpuBackend(TorchBackend):
         if captures and self._takes_masks and inputs.takes_positions and is_plain:
             kind, slots = (self._hidden_layers, most_nodes, str(self._device)), self.cache.slots
             kept = KeptGraphs.take(model, kind, slots.rows, slots.capacity, self._windows)
-            self._use(ModelInputs(model, kept.cache))
+            self.begin(slots.capacity, kept.cache)
             self._graphs = GraphRunner(
                 model, kept, self._device, most_nodes=most_nodes, hidden_layers=self._hidden_layers,
                 scope=self._scope, spans=self._spans,
@@ -87,11 +88,9 @@ class GpuBackend(TorchBackend):
         problems = [f"{COMPACTION}: {compaction.problem}"] if compaction is not None and compaction.problem else []
         return PathReport("kernels for trees", "" in reasons, "; ".join([*sorted(filter(None, reasons)), *problems]))
 
-    def _paths(self) -> list[PathReport]:
+    def report(self, policy: BitPolicy = BitPolicy.ROUNDED) -> BackendReport:
+        """See `Backend.report`."""
         unsupported = cuda_graphs.graphs_unsupported_reason(self._model, self._device)
         graphs = self._graphs.problem if self._graphs is not None else unsupported or "its passes read more than tokens"
-        return [
-            *super()._paths(),
-            self._kernels(),
-            PathReport("CUDA graphs", not graphs, graphs),
-        ]
+        report = super().report(policy)
+        return replace(report, paths=(*report.paths, self._kernels(), PathReport("CUDA graphs", not graphs, graphs)))

@@ -34,11 +34,20 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError, warn, with_place
 from lookahead.model.cache import TreeCache
-from lookahead.model.call_caches import CACHE, cache_in, is_callers, tokens_in
 from lookahead.model.calls import ResolvedCall, is_left_padded, own_beam_search, read_prompt
-from lookahead.model.facts import attention_name, empty_cache, picks_keys, processes_of, vocabulary_size
+from lookahead.model.facts import (
+    CACHE,
+    attention_name,
+    cache_in,
+    empty_cache,
+    is_callers,
+    picks_keys,
+    processes_of,
+    tokens_in,
+    vocabulary_size,
+)
 from lookahead.model.model_kind import kind_of
-from lookahead.model.model_state import state_of
+from lookahead.model.model_state import plan_of, state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.plugins.beams.beam_tree import DEAD_NODES, BeamModel, BeamTree
 from lookahead.plugins.encoder_decoder.encoded_rows import held_layers, rows_of
@@ -199,8 +208,9 @@ class BeamLoop(PlainLoop):
         if not validation.has_usual_positions(options.get("position_ids"), lengths, width):
             raise UnsupportedModelError("position_ids of your own are not served with beams")
         support = support_of(
-            model, shortest=int(self._lengths.min()), max_length=self._generation.max_length, trusted=trusted
-        )
+            model, shortest=int(self._lengths.min()), max_length=self._generation.max_length, trusted=trusted,
+            plan=plan_of(model),
+        )  # fmt: skip
         apart = "it is spread over several processes" if processes_of(model) > 1 else ""
         apart = apart or ("its layers keep states" if mixers_of(model) else "")
         apart = apart or ("an indexer picks the keys it sees" if picks_keys(model) else "")

@@ -16,13 +16,15 @@ from lookahead.backend.probes import PADDING, PROBES, agree, heeds_padding, own_
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.decoding import validation
 from lookahead.errors import UnsupportedModelError, is_out_of_memory, with_place
-from lookahead.model.call_caches import CACHE, cache_in, may_be_callers
 from lookahead.model.facts import (
+    CACHE,
+    cache_in,
     calls_registered_attention,
     decoder_vocabulary,
     empty_cache,
     encoder_of,
     input_device,
+    may_be_callers,
     reads_text,
     side_positions,
     vocabulary_size,

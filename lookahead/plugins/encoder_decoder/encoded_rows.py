@@ -20,8 +20,7 @@ from lookahead.drafting.tree import IntArray
 from lookahead.errors import UnsupportedModelError
 from lookahead.model.attention import real_config
 from lookahead.model.cache import TreeCache
-from lookahead.model.call_caches import CACHE
-from lookahead.model.facts import is_sdpa, own_attention
+from lookahead.model.facts import CACHE, is_sdpa, own_attention
 
 
 class Cross:

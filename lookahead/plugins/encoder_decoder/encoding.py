@@ -15,9 +15,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
 from lookahead.drafting.tree import IntArray
-from lookahead.model.call_caches import cache_in
 from lookahead.model.calls import ResolvedCall
 from lookahead.model.facts import (
+    cache_in,
     decoder_vocabulary,
     empty_cache,
     encoder_of,

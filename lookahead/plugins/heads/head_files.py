@@ -24,9 +24,8 @@ from lookahead.plugins.heads.guess_tree import HeadDrafter
 from lookahead.plugins.heads.medusa import MedusaDrafter, MedusaHeads
 from lookahead.plugins.heads.native_mtp import NATIVE_DEPTH, NativeDrafter, open_native
 from lookahead.plugins.heads.target import lm_head
-from lookahead.utils.atomic import read_json, write_atomically
+from lookahead.utils.atomic import read_json, replacing, write_atomically
 from lookahead.utils.fingerprints import model_fingerprint
-from lookahead.utils.replacing import replacing
 
 NATIVE = "native"  # instead of a folder: the MTP layer of the model's own checkpoint
 
