@@ -232,15 +232,9 @@ def test_a_file_name_that_is_no_text_is_known_again_in_a_parquet_file(tmp_path: 
         assert rows[1]["summary"] == "HALF OF A PAIR: \\udce9."
 
 
-def test_the_fingerprint_and_the_manifest_of_a_job_are_those_of_earlier_versions():
-    request = SummaryRequest(style="bullets")
-    options = JobSettings(model="m", max_new_tokens=20, request=request).identity
-    identity = JobIdentity(
-        model="m", weights="46a787416c3d53f4", tokenizer="cd0a67a4e3605b8c", generation_fingerprint="a83a5b96718c6a21",
-        dtype="float32", options=options,
-    )  # fmt: skip
-    assert identity.fingerprint == "3e0b94836e88f584"
+def test_the_manifest_of_a_job_names_all_that_its_summaries_depend_on():
+    settings = JobSettings(model="m", max_new_tokens=20, request=SummaryRequest(style="bullets"))
+    identity = JobIdentity(model="m", weights="w", tokenizer="t", dtype="float32", options=settings.identity)
     assert list(identity.to_dict()) == [
-        "model", "weights", "tokenizer", "manners", "dtype", "max_new_tokens", "prompt", "style", "overlap", "refine",
-        "keep_parts",
+        "model", "weights", "tokenizer", "generation", "dtype", "max_new_tokens", "prompt", "style", "refine",
     ]  # fmt: skip

@@ -212,19 +212,16 @@ class RepetitionOptions:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Arguments of `model.generate`: greedy, unless `min_p` asks for sampling."""
+        """Arguments of `model.generate`: greedy without an option that samples, or with temperature 0."""
         if self.stop is not None and not all(self.stop):
             raise ConfigError("--stop must be a text of at least one character, got ''")
-        given = {
-            "repetition_penalty": self.repetition_penalty,
-            "no_repeat_ngram_size": self.no_repeat_ngram_size,
-            "min_p": self.min_p,
-            "stop_strings": self.stop or None,
-        }
-        return {
-            "do_sample": self.min_p is not None,
-            **{name: value for name, value in given.items() if value is not None},
-        }
+        names = ("repetition_penalty", "no_repeat_ngram_size"), ("min_p", "temperature", "top_k", "top_p")
+        against_loops, drawing = ({name: getattr(self, name, None) for name in group} for group in names)
+        if drawing["temperature"] == 0:
+            drawing = {}
+        given = against_loops | drawing | {"stop_strings": self.stop or None}
+        is_drawn = any(value is not None for value in drawing.values())
+        return {"do_sample": is_drawn, **{name: value for name, value in given.items() if value is not None}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,16 +232,6 @@ class SamplingOptions(RepetitionOptions):
     top_k: int | None = option(None, "Sample from the k likeliest tokens.", min=1)
     top_p: float | None = option(None, "Sample from the likeliest tokens of this total probability.", min=0.0, max=1.0)
     seed: int | None = option(None, "The same seed samples the same text.")
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Arguments of `model.generate`: greedy without an option that samples or with temperature 0."""
-        common = super().sampling
-        if self.temperature == 0:
-            return {name: value for name, value in common.items() if name != "min_p"} | {"do_sample": False}
-        chosen = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        given = {name: value for name, value in chosen.items() if value is not None}
-        return common | given | {"do_sample": bool(given) or common["do_sample"]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ _repr = Repr()
 _repr.maxstring = 80
 shortened = _repr.repr  # shortens a value in an error message: a prompt may be pages long
 _OFF = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}  # values that turn an option off
-_KEYS = {"generation_fingerprint": "manners"}  # names in the manifest, kept for compatibility
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +29,7 @@ class JobIdentity:
     model: str  # as given; not compared, so that a model may be moved
     weights: str  # a hash, 16 hexadecimal digits
     tokenizer: str  # a hash, 16 hexadecimal digits
-    generation_fingerprint: str = ""  # a hash of the generation configuration and the chat template
+    generation: str = ""  # a hash of the generation configuration and the chat template
     dtype: str
     # By name: `JobSettings.identity`, `num_beams` if above 1, options of `model.generate` that differ from the model's
     # own, and the seed if tokens are sampled.
@@ -49,12 +48,12 @@ class JobIdentity:
         asked = {name: value for name, value in asked.items() if value != (generating.get(name) or _OFF.get(name))}
         if settings.sampling.get("do_sample"):
             asked["seed"] = settings.seed
-        generation = json.dumps([generating, tokenizer.chat_template], sort_keys=True, default=str)
+        manners = json.dumps([generating, tokenizer.chat_template], sort_keys=True, default=str)
         return cls(
             model=settings.model,
             weights=weights_fingerprint(model),
             tokenizer=f"{tokenizer_fingerprint(tokenizer):016x}",
-            generation_fingerprint=xxhash.xxh3_64_hexdigest(generation.encode()),
+            generation=xxhash.xxh3_64_hexdigest(manners.encode()),
             dtype=str(model.dtype).removeprefix("torch."),
             options=settings.identity | ({"num_beams": beams} if beams > 1 else {}) | asked,
         )
@@ -67,8 +66,7 @@ class JobIdentity:
 
     def to_dict(self) -> dict[str, Any]:
         """The identity as the JSON-ready dict of the manifest."""
-        names = [field.name for field in fields(self) if field.name != "options"]
-        named = {_KEYS.get(name, name): getattr(self, name) for name in names}
+        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "options"}
         return {**named, **self.options}
 
     def differences(self, other: Mapping[str, Any]) -> str:
@@ -76,7 +74,7 @@ class JobIdentity:
         mine = self.to_dict()
         names = dict.fromkeys([*mine, *other])
         changed = [name for name in names if name != "model" and mine.get(name) != other.get(name)]
-        for name, what in (("weights", "weights"), ("manners", "settings for generation, or chat template")):
+        for name, what in (("weights", "weights"), ("generation", "settings for generation, or chat template")):
             if name in changed:
                 return f"model was {other.get('model')!r} and is {self.model!r}, with other {what}"
         return ", ".join(

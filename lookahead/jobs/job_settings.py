@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lookahead.summarization.prompting import SummaryRequest
@@ -42,10 +42,7 @@ class JobSettings:
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that a summary depends on, besides the model and the options of `model.generate`."""
-        request = self.request
-        asked = {"prompt": request.prompt, "style": request.style, "overlap": 0, "refine": request.refine}
-        # `overlap` and `keep_parts` were options: jobs of earlier releases without them are the same jobs.
-        return {"max_new_tokens": self.max_new_tokens, **asked, "keep_parts": False}
+        return {"max_new_tokens": self.max_new_tokens, **asdict(self.request)}
 
     def summarizer(self, loaded: LoadedModel) -> Summarizer:
         """A summarizer with the loaded model; ConfigError if the model cannot follow the settings."""

@@ -38,14 +38,10 @@ class EncoderInputs(ModelInputs):
         self._known = dict[nn.Module, Tensor]()  # vectors by position, of `_vectors`
         # Our attention function follows distances itself.
         self._follows_slots = [] if calls_registered_attention(model) else self._biases
-        self._rows, self._joining, self._is_returned = (
-            EncodedRows(cache, cast(Any, model).get_decoder()),
-            encoded,
-            False,
-        )
+        self._rows = EncodedRows(cache, cast(Any, model).get_decoder())
+        self._joining, self._is_returned = encoded, False
 
     def join(self, encoded: Encoded) -> None:
-        """See `ModelInputs.join`."""
         self._joining = encoded
 
     def joining(self) -> AbstractContextManager[None]:
@@ -57,7 +53,6 @@ class EncoderInputs(ModelInputs):
         return self._rows.joining(encoded)
 
     def retire(self, row: int, last: int) -> None:
-        """See `ModelInputs.retire`."""
         if self._joining is None:
             self._rows.retire(row)
             return
@@ -68,7 +63,6 @@ class EncoderInputs(ModelInputs):
 
     @contextmanager
     def of_pass(self, tokens: Tensor, positions: Tensor) -> Iterator[dict[str, Any]]:
-        """See `ModelInputs.of_pass`."""
         encoded, self.cross = self._rows.of_pass()
         # Passes run in inference mode. A returned cache must be usable outside of it.
         is_inner, given = not self._is_returned, super().of_pass(tokens, positions)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
@@ -15,6 +16,7 @@ from transformers.generation import utils
 from lookahead.backend.probes import PADDING, PROBES, agree, heeds_padding, own_logits
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.decoding import validation
+from lookahead.drafting.tree import IntArray
 from lookahead.errors import UnsupportedModelError, is_out_of_memory, with_place
 from lookahead.model.facts import (
     CACHE,
@@ -33,14 +35,7 @@ from lookahead.model.model_kind import MakeInputs, ModelKind, Probe
 from lookahead.model.model_state import state_of
 from lookahead.plugins.encoder_decoder.decoder_inputs import EncoderInputs
 from lookahead.plugins.encoder_decoder.encoded_rows import Encoded
-from lookahead.plugins.encoder_decoder.encoding import (
-    are_alike,
-    encode,
-    encode_heard,
-    encode_probe,
-    encoded_by,
-    note_outputs,
-)
+from lookahead.plugins.encoder_decoder.encoding import encode, encode_heard, encode_probe, note_outputs
 from lookahead.utils.seams import register
 
 
@@ -106,7 +101,24 @@ class DecoderKind(ModelKind):
             raise UnsupportedModelError(f"a {kind.__name__} is not returned; leave out custom_generate for it")
 
     def encoded(self, call: Any, *, is_returned: bool) -> Encoded:
-        return encoded_by(call, is_returned=is_returned)
+        model, options, inputs = call.model, call.model_kwargs, call.inputs_tensor
+        past, mask = cache_in(options), options.get("attention_mask")  # the cache, if it can be cropped
+        if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
+            past = empty_cache(model)
+        outputs = options["encoder_outputs"]
+        tokens: list[IntArray] = [np.zeros(0, np.int32)] * len(outputs[0])
+        if mask is not None and len(mask) != len(tokens):
+            mask = None  # Whisper's mask, which its decoder never sees, includes audios that ended
+        is_shared = reads_text(model) and vocabulary_size(model, encoder_of(model)) == decoder_vocabulary(model)
+        if inputs is not None and inputs.ndim == 2 and is_shared:
+            inputs = inputs.repeat_interleave(len(tokens) // len(inputs), 0)  # several sampled outputs of each
+            # If encoder outputs are given without inputs, `generate` fills the inputs with -100.
+            seen = (inputs >= 0) & (torch.ones_like(inputs) if mask is None else mask).bool()
+            tokens = [ids[kept].cpu().numpy().astype(np.int32) for ids, kept in zip(inputs, seen, strict=True)]
+        heard = None
+        if inputs is not None and not reads_text(model):
+            heard = inputs.repeat_interleave(len(tokens) // len(inputs), 0)
+        return Encoded(outputs, mask, past, is_returned, tokens, heard)
 
     def encode_for_drafts(
         self, model: PreTrainedModel, call: Any, rows: Sequence[int], *, is_shared: bool
@@ -120,7 +132,12 @@ class DecoderKind(ModelKind):
         return read, encode(model, [call.inputs[row] for row in read]) if read else None
 
     def shares_encoder(self, model: PreTrainedModel, target: PreTrainedModel) -> bool:
-        return not reads_text(model) and are_alike(encoder_of(model), encoder_of(target))
+        encoder, other = encoder_of(model), encoder_of(target)
+        if reads_text(model) or encoder is None or other is None or type(encoder) is not type(other):
+            return False
+        own, others = encoder.state_dict(), other.state_dict()
+        kinds = [{name: (each.dtype, each.device) for name, each in weights.items()} for weights in (own, others)]
+        return kinds[0] == kinds[1] and all(torch.equal(each, others[name]) for name, each in own.items())
 
     def cache_reason(self, call: Any) -> str:
         if reads_text(call.model):

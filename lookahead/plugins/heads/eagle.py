@@ -19,26 +19,19 @@ DEPTH = 6  # maximum number of tokens guessed in a row
 ROOT_WIDTH = 32  # guesses after the root
 
 
-class Attention(nn.Module):
-    """The projections of an attention layer with input size `reads`, which may exceed the hidden size."""
-
-    def __init__(self, config: LlamaConfig, reads: int) -> None:
-        super().__init__()
-        self.head_dim: int = config.head_dim or config.hidden_size // config.num_attention_heads
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
-        self.kv_heads: int = kv_heads
-        self.q_proj = nn.Linear(reads, heads * self.head_dim, bias=config.attention_bias)
-        self.k_proj = nn.Linear(reads, kv_heads * self.head_dim, bias=config.attention_bias)
-        self.v_proj = nn.Linear(reads, kv_heads * self.head_dim, bias=config.attention_bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
-
-
 class DraftLayer(nn.Module):
     """A decoder layer that reads an embedding and features, each normalized; the caller keeps the keys and values."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config, 2 * config.hidden_size)
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        self.head_dim: int = config.head_dim or hidden // heads
+        self.kv_heads: int = config.num_key_value_heads or heads
+        sizes = {"q_proj": heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
+        self.self_attn: Any = nn.ModuleDict(
+            {name: nn.Linear(2 * hidden, n * self.head_dim, config.attention_bias) for name, n in sizes.items()}
+        )
+        self.self_attn["o_proj"] = nn.Linear(heads * self.head_dim, hidden, bias=False)
         self.mlp = LlamaMLP(config)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -65,7 +58,7 @@ class DraftLayer(nn.Module):
             at: int64 `[batch, n]`, the new tokens that attend; all when None.
             past: Keys and values of earlier tokens, `[batch, tokens, 2, kv heads, dim]`.
         """
-        attention, dim = self.self_attn, self.self_attn.head_dim
+        attention, dim = self.self_attn, self.head_dim
         read = torch.cat((self.input_layernorm(embeddings), self.hidden_norm(features)), dim=-1)
         keys, values = (project(read).unflatten(-1, (-1, dim)) for project in (attention.k_proj, attention.v_proj))
         states = torch.stack((_rotated(keys, rotation(read, positions)), values), 2)
@@ -197,8 +190,8 @@ class EagleDrafter(GrowingDrafter):
 
     def _padded(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """KV of rows, `[rows, most, 2, kv heads, dim]`; their lengths, `[rows, 1]`; their mask, `[rows, most]`."""
-        attention = self._heads.midlayer.self_attn
-        nothing = self._heads.norm.weight.new_zeros(0, 2, attention.kv_heads, attention.head_dim)
+        layer = self._heads.midlayer
+        nothing = self._heads.norm.weight.new_zeros(0, 2, layer.kv_heads, layer.head_dim)
         kv = [self._past.get(row, nothing) for row in rows]
         past = pad_sequence(kv, batch_first=True)
         lengths = torch.tensor([[len(own)] for own in kv], device=past.device)
