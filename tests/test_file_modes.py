@@ -19,9 +19,8 @@ from lookahead.backend.gpu.kernel_trial import _write_verdicts
 from lookahead.backend.step_costs import cost_path, save_costs
 from lookahead.cli.app import app
 from lookahead.documents.decode_text import Document, Reject
-from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.identity import JobIdentity, JobSettings
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.kernels.dispatch import Verdict
 from lookahead.loading.loading import LoadedModel

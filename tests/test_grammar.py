@@ -14,7 +14,7 @@ from transformers import StopStringCriteria
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.drafting.proposal import Proposal
-from lookahead.plugins.grammar.constrain import constrain
+from lookahead.plugins.grammar.grammar import constrain
 from tests.support.adversarial_proposers import Scripted, chain
 from tests.support.grammars import (
     END,

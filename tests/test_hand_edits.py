@@ -11,9 +11,8 @@ import pytest
 
 from lookahead.documents.decode_text import Document
 from lookahead.errors import ConfigError
-from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.identity import JobIdentity, JobSettings
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from tests.support.stand_ins import StandIn
 

@@ -18,9 +18,8 @@ import torch
 from lookahead.documents.decode_text import Document
 from lookahead.errors import ConfigError
 from lookahead.jobs import job, journal, line_file
-from lookahead.jobs.identity import JobIdentity
+from lookahead.jobs.identity import JobIdentity, JobSettings
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.line_file import LineFile
 from lookahead.loading.loading import load
@@ -41,17 +40,12 @@ class Backwards(StandIn):
         yield from super().summarize_all(list(documents)[::-1])
 
 
-def test_equal_texts_are_summarized_once_where_no_journal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "_REMEMBERED", 2)
-    items = [Document(name, f"text {name[0]}") for name in ("a", "a2", "b", "a3", "c", "d", "a4")]
-    totals = JobTotals()
-    shown: list[dict[str, Any]] = []
+def test_every_text_is_summarized_where_no_journal_is_kept() -> None:
+    items = [Document(name, f"text {name[0]}") for name in ("a", "a2", "b")]
+    totals, shown = JobTotals(), list[dict[str, Any]]()
     run_job(items, StandIn().summarize_all, OutputPaths(None), JOB, totals=totals, shown=shown.append)
-    copies = [(line["id"], line.get("copy_of")) for line in shown]
-    # Only the newest two lines are remembered.
-    assert copies == [("a", None), ("a2", "a"), ("b", None), ("a3", "a"), ("c", None), ("d", None), ("a4", None)]
-    assert shown[3]["summary"] == "TEXT A" and shown[3]["stats"] is None
-    assert (totals.summarized, totals.copied) == (5, 2)
+    assert [(line["id"], line["summary"]) for line in shown] == [("a", "TEXT A"), ("a2", "TEXT A"), ("b", "TEXT B")]
+    assert not any("copy_of" in line for line in shown) and (totals.summarized, totals.copied) == (3, 0)
 
 
 @pytest.mark.parametrize(("name", "moves"), [("out.jsonl", 3), ("out[1].parquet", 4)])

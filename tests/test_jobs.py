@@ -16,9 +16,8 @@ import pytest
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs import job_figures as report
-from lookahead.jobs.identity import JobIdentity, text_hash
+from lookahead.jobs.identity import JobIdentity, JobSettings, text_hash
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.jobs.line import Line
 from lookahead.jobs.line_file import LineFile

@@ -15,9 +15,8 @@ import pytest
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
 from lookahead.jobs import journal as journals
-from lookahead.jobs.identity import JobIdentity, text_hash
+from lookahead.jobs.identity import JobIdentity, JobSettings, text_hash
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths, write_manifest
 from lookahead.jobs.line import Line
 from tests.support.stand_ins import StandIn

@@ -16,8 +16,8 @@ import pytest
 
 from lookahead.documents.decode_text import Document
 from lookahead.jobs import worker_pool
+from lookahead.jobs.identity import JobSettings
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.worker_pool import TRIES, RayWorker, WorkerPool
 from lookahead.summarization.summarizer import Summarized

@@ -11,7 +11,7 @@ import pytest
 from lookahead.cli.job_options import JobOptions
 from lookahead.documents.decode_text import Document
 from lookahead.errors import UnsupportedModelError
-from lookahead.jobs.job_settings import JobSettings
+from lookahead.jobs.identity import JobSettings
 from lookahead.jobs.worker_pool import RayWorker
 from lookahead.plugins.heads.heads import Heads
 from lookahead.summarization.summarizer import Summarizer

@@ -16,9 +16,8 @@ import pytest
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.readers import parquet_records
 from lookahead.errors import ConfigError, ResultsError
-from lookahead.jobs.identity import JobIdentity, text_hash
+from lookahead.jobs.identity import JobIdentity, JobSettings, text_hash
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_settings import JobSettings
 from lookahead.jobs.journal import Journal, OutputPaths
 from lookahead.jobs.line import Line, parse_line
 from lookahead.reporting.report_page import write_report

@@ -14,8 +14,7 @@ from lookahead.errors import ConfigError, LookaheadError, PoolError
 from lookahead.ngram.chain_proposer import ChainProposer, ChainRequest
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.pool_file import write_pool
-from lookahead.plugins.known_requests import KnownRequests
-from lookahead.plugins.vllm import LookaheadProposer
+from lookahead.plugins.vllm import KnownRequests, LookaheadProposer
 from tests.support.row_engine import RowEngine, StubRequest, stub_config
 
 

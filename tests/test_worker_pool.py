@@ -14,8 +14,7 @@ import pytest
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError
 from lookahead.jobs import worker_pool
-from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job_settings import JobSettings
+from lookahead.jobs.identity import JobIdentity, JobSettings
 from lookahead.jobs.worker_pool import (
     FAILED_STARTS,
     TRIES,

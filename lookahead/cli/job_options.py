@@ -24,7 +24,7 @@ from lookahead.errors import ConfigError
 from lookahead.loading.loading import DEFAULT_MODEL, locate_model
 
 if TYPE_CHECKING:
-    from lookahead.jobs.job_settings import JobSettings
+    from lookahead.jobs.identity import JobSettings
 
 FORMATS = ("auto", "text", "json")
 
@@ -110,7 +110,7 @@ class JobOptions(DocumentOptions, KeptOptions, SummaryOptions):
 
     def settings(self) -> JobSettings:
         """What these options ask the job for; ConfigError if one of them is out of its range."""
-        from lookahead.jobs.job_settings import JobSettings
+        from lookahead.jobs.identity import JobSettings
         from lookahead.summarization.prompting import DEFAULT_SAMPLING, SummaryRequest
 
         path = self.prompt_file

@@ -40,8 +40,8 @@ from lookahead.jobs.journal import OutputPaths
 from lookahead.jobs.line_file import print_line
 
 if TYPE_CHECKING:
+    from lookahead.jobs.identity import JobSettings
     from lookahead.jobs.job import SummarizeAll
-    from lookahead.jobs.job_settings import JobSettings
     from lookahead.jobs.worker_pool import WorkerPool
     from lookahead.summarization.summarizer import Summarizer
 
@@ -51,7 +51,7 @@ def summarize(options: JobOptions) -> None:
 
     A document longer than the model's context is cut between sections or sentences. Its parts are summarized, and then
     their summaries together. With --refine each part is read with the summary so far. A document that cannot be read is
-    reported and goes to the rejects. Equal texts are summarized once.
+    reported and goes to the rejects.
 
     With --output every finished summary is on the disk at once. After a kill or a power failure, the same command with
     --resume does the rest. At the end the lines are in the order of the inputs.

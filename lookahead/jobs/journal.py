@@ -25,7 +25,6 @@ EarlierOutcome = Literal["finished", "rejected"] | None  # the outcome of a docu
 Sink = Callable[[Record], None]  # receives the lines of results
 
 VERSION = 1  # of the manifest
-_REMEMBERED = 4096  # newest lines of a stream that can be copied
 _read_reject = partial(Line.from_json, is_reject=True)
 
 
@@ -134,7 +133,7 @@ class OutputPaths:
 
 
 class Stream(ExitStack):
-    """Writes to standard output, a pipe or a device, or to `shown`. Only the newest lines can be copied."""
+    """Writes to standard output, a pipe or a device, or to `shown`: nothing is resumed or copied."""
 
     def __init__(self, paths: OutputPaths, shown: Sink | None) -> None:
         super().__init__()
@@ -142,11 +141,10 @@ class Stream(ExitStack):
         paths.clear()
         self._rejects = self.enter_context(LineFile(paths.rejects, _read_reject, lazy=True)) if paths.rejects else None
         self._sink = self.enter_context(LineFile(paths.results)).write if paths.results else shown
-        self._lines: dict[bytes, Line] = {}  # by text hash, the newest last
 
-    def register(self, document: Document) -> tuple[bytes | None, EarlierOutcome]:
-        """The hash of a document's text, `None` if its line is not written; and `None`, as there is no earlier run."""
-        return (None if self._sink is None else text_hash(document.text)), None
+    def register(self, document: Document) -> tuple[None, None]:
+        """No hash of a document's text, since there are no copies, and no earlier outcome."""
+        return None, None
 
     def reject(self, reject: Reject, content: bytes | None = None) -> None:
         """Write the line of a failed document."""
@@ -154,18 +152,13 @@ class Stream(ExitStack):
             self._rejects.write(Line(id=reject.id, error=reject.error).to_json())
 
     def append(self, line: Line, content: bytes) -> None:
-        """Write the line of a document. `content` is its text hash."""
+        """Write the line of a document."""
         if self._sink is not None:
             self._sink(line.to_json())
-            self._lines.pop(content, None)
-            self._lines[content] = line
-            if len(self._lines) > _REMEMBERED:
-                del self._lines[next(iter(self._lines))]
         self.lines += 1
 
-    def line_of(self, content: bytes) -> Line | None:
-        """The newest line with a text hash; `None` if it is not among the last lines."""
-        return self._lines.get(content)
+    def line_of(self, content: bytes) -> None:
+        """None: no line is copied."""
 
 
 class Journal(ExitStack):

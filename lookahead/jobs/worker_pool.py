@@ -22,8 +22,7 @@ import lookahead
 from lookahead.documents.byte_sources import in_time
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ClusterError, ConfigError, LookaheadError, first_line
-from lookahead.jobs.identity import JobIdentity
-from lookahead.jobs.job_settings import JobSettings
+from lookahead.jobs.identity import JobIdentity, JobSettings
 from lookahead.summarization.summarizer import Outcome, Summarized, Summarizer, Summary
 
 TRIES = 3  # worker deaths with a document in flight until it is rejected
