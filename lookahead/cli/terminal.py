@@ -80,10 +80,7 @@ def find_sources(
 
 @contextmanager
 def usage_errors(*, truncates: bool = False) -> Iterator[None]:
-    """Print an error as one line and exit with its status; print warnings as one line each.
-
-    With `truncates` the command has the option `--truncate`.
-    """
+    """Print an error as one line and exit with its status, and warnings too; `truncates`: there is `--truncate`."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: say("warning", str(message))
@@ -231,10 +228,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def prepare(options: DeviceOptions, location: str, update: Callable[[str], None] = lambda _: None) -> None:
-    """Prepare the process for a model: wrong options are refused before a GGUF file is read, which takes long.
-
-    `update` shows what takes long, in a line that moves.
-    """
+    """Prepare the process for a model, refuse wrong options before a GGUF file is read, and `update` a status line."""
     from lookahead.loading.quantized import resolve_quantize
 
     loading.prepare_process(options.threads)
@@ -263,10 +257,7 @@ def memory_file_saved_at_exit(options: DraftingOptions, model: Any) -> Iterator[
 
 @contextmanager
 def reading() -> Iterator[Callable[[int, int], None]]:
-    """A status line about reading the prompt; yields the function that updates it.
-
-    Call that with equal numbers, which remove the line, before anything is printed.
-    """
+    """A status line about reading the prompt; yields its function, to be called with equal numbers before any print."""
     with console(sys.stderr).status("checking the model") as shown:
 
         def update(done: int, tokens: int) -> None:

@@ -22,10 +22,7 @@ _EXTRA = "reading sound needs soundfile and soxr: pip install 'lookahead-decodin
 
 
 def find_sounds(arguments: Sequence[str]) -> list[Path]:
-    """The files of arguments, each once: files as they are named, and the sounds in folders and below, sorted.
-
-    DocumentError if a file does not exist, or a folder has no sound.
-    """
+    """The files of arguments and the sounds in folders and below, each once; DocumentError for one that is missing."""
     paths: dict[Path, None] = {}
     for argument in arguments:
         path = Path(os.path.expanduser(argument))

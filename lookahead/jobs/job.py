@@ -184,10 +184,7 @@ def estimate_job(
     *,
     seed: int = 0,
 ) -> Estimate:
-    """Read and cut all documents, summarize a few random ones, and extrapolate their time. Nothing is written.
-
-    Unreadable documents are counted. Only some parts of a long document are summarized; their time is scaled by tokens.
-    """
+    """Read and cut all documents, summarize a few random ones, or parts of them, and extrapolate their time."""
     draw, estimate = random.Random(seed), Estimate()
     seen: set[bytes] = set()
     tried: list[tuple[Document, Parts]] = []

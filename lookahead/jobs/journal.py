@@ -122,10 +122,7 @@ class OutputPaths:
             check_output(path, inputs, overwrite=self.overwrite or self.resume)
 
     def clear(self) -> None:
-        """With `overwrite`, empty the files of an earlier job and keep their modes; call it after `check`.
-
-        The manifest of that job stays until it is replaced.
-        """
+        """With `overwrite`, empty the files of an earlier job, after `check`; its manifest stays until replaced."""
         for content, path in self.files.items() if self.overwrite else ():
             if path.is_file() and content != "the manifest":
                 with replacing(path):
@@ -252,10 +249,7 @@ class Journal(ExitStack):
             self._rejected.add(key)
 
     def finish(self) -> None:
-        """Sort the lines into the order of the inputs and mark the job as finished.
-
-        The lines are kept after an OSError, and after a ResultsError, which means that another program changed them.
-        """
+        """Sort the lines into the order of the inputs, and mark the job as finished; an error keeps the lines."""
         self._file.release()
         self._reject_file.release()
         if self._same_ids:

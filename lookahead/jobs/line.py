@@ -55,10 +55,7 @@ _KINDS = {  # by annotation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line about a document: its summary, or in a file of rejects its error.
-
-    Fields unknown to this release are kept in `others`.
-    """
+    """The line of a document: its summary, or in a file of rejects its error; `others` has fields of other releases."""
 
     id: DocumentId
     error: str | None = None  # why the document failed; every line of rejects has it
@@ -151,10 +148,7 @@ def _value_in(record: Mapping[str, Any], name: str, is_reject: bool, leaves_gaps
 
 
 def result_columns() -> dict[str, str]:
-    """The columns of results and their types: a pyarrow type, `id`, or `json` for JSON text.
-
-    JSON, float and boolean columns, which few lines fill, come last.
-    """
+    """The columns of results and their types, as of `_Kind.column`; those that few lines fill come last."""
     columns = {name: _KIND_OF[name].column for name in _FIELDS[False]}
     return dict(sorted(columns.items(), key=lambda item: item[1] in ("json", "float64", "bool_")))
 
@@ -206,11 +200,7 @@ def _read_record(read: Callable[[Record], Line], record: Record) -> tuple[Line |
 
 
 def parse_line(line: bytes) -> Record:
-    """The JSON object of a line of text.
-
-    Raises:
-        ValueError: The line is not a JSON object, or has no line break. The message is a predicate: "is not JSON: …".
-    """
+    """The JSON object of a line of text; ValueError, whose message is a predicate ("is torn"), if it is none."""
     if not line.endswith(b"\n"):
         raise ValueError("is torn")
     if not line.strip():

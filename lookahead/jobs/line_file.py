@@ -297,11 +297,7 @@ def write_parquet(lines: Path, path: Path) -> None:
 
 
 def unpack_parquet(path: Path, lines: Path, read: Callable[[Record], Line]) -> None:
-    """Convert a Parquet file back to JSON lines. `read` raises a ValueError for a row of another job.
-
-    Raises:
-        ConfigError: A row is not of this job, or the file cannot be read.
-    """
+    """Convert a Parquet file back to JSON lines; ConfigError if it cannot be read, or a row is not of this job."""
     try:
         status = path.stat()
         with replacing(lines, like=status) as file:

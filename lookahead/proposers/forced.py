@@ -6,10 +6,7 @@ from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
 
 
 class ForcedTokens(Proposer):
-    """Represents forced tokens among the proposers of a call, as the last one.
-
-    It proposes nothing itself: `Row.constrain` adds forced tokens after the nodes of the others.
-    """
+    """Represents the forced tokens, which `Row.constrain` adds, among the proposers of a call, as the last one."""
 
     sources = ("grammar",)
 

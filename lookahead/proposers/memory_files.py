@@ -43,10 +43,7 @@ def header_of(model: Any, max_contexts: int = memory_file.DEFAULT_CONTEXTS) -> M
 
 
 def open_memory_file(path: str, model: Any, opened: dict[str, MemoryFile]) -> Memory:
-    """The memory of a model that starts from a file, empty if there is no file.
-
-    The file is read once: later calls find the memory in `opened` by its path, with everything learned since.
-    """
+    """The memory of a model that starts from a file, if there is one; it is read once, and kept in `opened`."""
     place = os.path.realpath(path)
     if place not in opened:
         header, records = header_of(model), EMPTY

@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 def open_pool(path: str, *, fingerprint: int | None = None, vocabulary: int | None = None) -> Pool:
-    """Open a pool to draft from. An open pool is reused unless its file was replaced.
-
-    It is checked against the tokenizer's `fingerprint` and the size of the model's `vocabulary`, if given.
-    """
+    """Open a pool, or reuse it if its file was not replaced, and check it against a tokenizer and a vocabulary."""
     with pool_errors(path):
         status = os.stat(path)
         version = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)

@@ -152,10 +152,7 @@ class Aggregate:
         return float(known.sum()) if known.size else math.nan
 
     def ratio(self, above: str, below: str, *names: str, is_straight: bool = False) -> float:
-        """Ratio of the sums of two columns, over the lines that have both and `names`; NaN if there are none.
-
-        With `is_straight` it is over those lines whose summaries are known not to loop.
-        """
+        """Ratio of the sums of two columns over lines with both and `names`, if `is_straight` without loops; or NaN."""
         columns = self.known(above, below, *names, *["is_looping"] * is_straight)
         if is_straight:
             columns = columns[:, columns[-1] == 0]

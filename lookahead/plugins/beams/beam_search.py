@@ -62,10 +62,7 @@ BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
 
 def has_bits_of_beams(model: PreTrainedModel, beams: int) -> bool:
-    """Whether passes over tips can match transformers' bits; only in half precision on a CPU.
-
-    The first call for a model and a number of beams compares passes over tips with passes over the rows of a batch.
-    """
+    """Whether passes over tips have transformers' bits, in half precision on a CPU; the first call compares them."""
     if not may_keep_bits(model):
         return False
     name, vocabulary = f"bits of {beams} beams, {torch.get_num_threads()} threads", vocabulary_size(model)

@@ -23,10 +23,7 @@ DEAD_NODES = 64
 
 
 class BeamTree:
-    """The beams of one prompt as a token tree.
-
-    The last token of the prompt is the root; `logits` are those after it, `[vocab]`.
-    """
+    """The beams of one prompt as a token tree behind its last token, the root, with the logits after it, `[vocab]`."""
 
     def __init__(self, root: int, logits: Tensor, beams: int) -> None:
         self._tokens, self._parents = [root], [0]

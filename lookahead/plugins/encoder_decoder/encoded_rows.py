@@ -24,12 +24,10 @@ from lookahead.model.facts import CACHE, is_sdpa, own_attention
 
 
 class Cross:
-    """Cross-attention of a decoder: keys and values of encoder outputs instead of its own text.
+    """Cross-attention of a decoder, whose own text is in `own`: keys and values of encoder outputs.
 
-    Attributes:
-        own: The cache of its own text.
-        mask: bool `[rows, 1, 1, tokens]`; None for all tokens.
-        alone: By row, without padding: number of tokens, and their mask as above.
+    `mask` is bool `[rows, 1, 1, tokens]`, None for all tokens; `alone` has by row the tokens without padding and their
+    mask.
     """
 
     def __init__(self, own: TreeCache, masks: Sequence[Tensor] = ()) -> None:

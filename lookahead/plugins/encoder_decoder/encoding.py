@@ -38,10 +38,7 @@ def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:
 
 
 def encode_heard(model: PreTrainedModel, encoded: Encoded, rows: Sequence[int], *, is_shared: bool) -> Encoded | None:
-    """Encode the audio or images of rows that another model's encoder has read; None if they are not known.
-
-    If both encoders are equal, `is_shared`, so are their outputs.
-    """
+    """Encode what another model's encoder has heard of rows, or share its outputs; None if it is not known."""
     outputs, mask = rows_of(encoded.outputs, encoded.mask, torch.tensor(rows, dtype=torch.int64))
     if not is_shared:
         if encoded.heard is None:

@@ -82,12 +82,7 @@ class GrammarProcessor(ForcingProcessor):
         self._error: LogitsError | None = None  # raised again by all later calls
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
-        """Forbid all tokens that the grammar does not allow here.
-
-        Raises:
-            LogitsError: The grammar does not allow the previous token, allows no remaining token, or exceeded a limit
-                of llguidance.
-        """
+        """Forbid the tokens that the grammar does not allow here; LogitsError if these are all, or it was broken."""
         self._follow(input_ids[0])
         vocabulary = scores.shape[-1]
         if self._has_ended:

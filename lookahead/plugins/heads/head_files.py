@@ -55,8 +55,7 @@ def open_heads(folder: str | os.PathLike[str], model: PreTrainedModel) -> tuple[
     """Read heads for a model, in its dtype and on its device, ready to draft; returns their kind too.
 
     The folder is one of `write_heads`, a published checkpoint of Medusa, EAGLE-3 or an assistant of Gemma 4 in
-    safetensors, or `NATIVE`.
-    `HeadsError` if the heads are damaged, a pickle, of an unsupported architecture, or of another model.
+    safetensors, or `NATIVE`. HeadsError if they are damaged, a pickle, of another architecture or of another model.
     """
     lm_head(model)  # checks first that the model supports heads
     if folder == NATIVE:

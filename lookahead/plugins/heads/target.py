@@ -14,10 +14,7 @@ from lookahead.utils.fingerprints import body_of
 
 
 def lm_head(model: PreTrainedModel) -> nn.Linear:
-    """The projection from hidden states to logits.
-
-    HeadsError if the model has none, its weights are offloaded, or its input size differs from the layers'.
-    """
+    """The projection from hidden states of a layer's size to logits, or a HeadsError if the model has none here."""
     head = model.get_output_embeddings()
     if getattr(model, "is_quantized", False) and not isinstance(head, nn.Linear):
         whose = f"the LM head of this {type(model).__name__}"
@@ -44,10 +41,7 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor, layers: tuple[int, 
 
 
 def unembed(model: PreTrainedModel, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
-    """Logits `[..., vocab]` of hidden states `[..., hidden]`, scaled (Cohere, Granite) and capped (Gemma).
-
-    Only for `tokens` if they are given.
-    """
+    """Logits `[..., vocab]`, or those of `tokens`, of hidden states, scaled (Cohere, Granite) and capped (Gemma)."""
     head = lm_head(model)
     hidden = hidden.to(head.weight.dtype)  # heads are trained in float32 for any model
     if tokens is None:
@@ -62,10 +56,7 @@ def unembed(model: PreTrainedModel, hidden: Tensor, tokens: Tensor | None = None
 
 
 def layer_config(model: PreTrainedModel) -> LlamaConfig:
-    """The sizes of a new layer, equal to the model's first layer.
-
-    HeadsError if the model has no attention.
-    """
+    """The sizes of a new layer, equal to the model's first layer; HeadsError if the model has no attention."""
     base: Any = model.config.get_text_config()
     layer = base.per_layer_config[0] if getattr(base, "is_heterogeneous", False) else base
 

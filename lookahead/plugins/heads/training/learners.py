@@ -75,10 +75,7 @@ class Learner(nn.Module, ABC):
 
     @abstractmethod
     def steps(self, states: Tensor, starts: DraftStarts) -> Iterator[tuple[Tensor, Tensor]]:
-        """The loss of each guessed token in turn, and its logits `[n, tokens]` at the `n` starts that have one.
-
-        `states` are the hidden states, float32 `[batch, tokens, size]`.
-        """
+        """The loss of each guessed token in turn, and its logits `[n, tokens]`, from states `[batch, tokens, size]`."""
 
     def token_ids(self, indices: Tensor) -> Tensor:
         """The model's token ids for indices into the logits."""
