@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from lookahead.loading.loading import prepare_process as prepare_process
     from lookahead.plugins.draft_models.draft_model import DraftModel as DraftModel
     from lookahead.plugins.grammar.grammar import Grammar as Grammar
-    from lookahead.plugins.heads.heads import Heads as Heads
+    from lookahead.plugins.heads.head_files import Heads as Heads
     from lookahead.stats import DecodingStats as DecodingStats
     from lookahead.summarization.summarize_text import summarize as summarize
     from lookahead.verification.per_row import PerRow as PerRow
@@ -75,7 +75,7 @@ _NAMES_BY_MODULE = {
     "backend.step_costs": ["load_costs", "prepare_costs", "save_costs"],
     "loading.loading": ["LoadedModel", "load", "prepare_process"],
     "plugins.draft_models.draft_model": ["DraftModel"],
-    "plugins.heads.heads": ["Heads"],
+    "plugins.heads.head_files": ["Heads"],
     "stats": ["DecodingStats"],
     "summarization.summarize_text": ["summarize"],
     "plugins.grammar.grammar": ["Grammar"],

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from lookahead.cli.job_display import describe_changes
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ResultsError
 from lookahead.jobs.identity import JobIdentity, JobSettings
 from lookahead.jobs.job import JobTotals, run_job
-from lookahead.jobs.job_figures import describe_changes
 from lookahead.jobs.journal import OutputPaths
 from tests.support.forked import command
 from tests.support.stand_ins import StandIn

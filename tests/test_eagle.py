@@ -18,9 +18,8 @@ from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, fused_layers
 from lookahead.plugins.heads.guess_tree import GuessTree
 from lookahead.plugins.heads.head_files import open_heads, write_heads
 from lookahead.plugins.heads.target import hidden_states, unembed
-from lookahead.plugins.heads.training.examples import collate, make_example
 from lookahead.plugins.heads.training.learners import DECAY, DraftStarts, EagleLearner
-from lookahead.plugins.heads.training.train_heads import frequent_tokens
+from lookahead.plugins.heads.training.train_heads import collate, frequent_tokens, make_example
 from tests.support.families import FAMILIES, build, cases
 
 

@@ -28,7 +28,7 @@ from lookahead.ngram.memory_file import write_memory
 from lookahead.ngram.pool_file import write_pool
 from lookahead.plugins.heads.head_files import write_heads
 from lookahead.plugins.heads.medusa import MedusaHeads
-from lookahead.plugins.heads.training.examples import answer_prompts
+from lookahead.plugins.heads.training.train_heads import answer_prompts
 from lookahead.reporting.report_page import write_report
 from lookahead.utils.atomic import replacing
 from lookahead.utils.locks import locked

@@ -21,17 +21,17 @@ from torch.utils._pytree import tree_iter
 from lookahead.errors import DocumentError, LookaheadError, TrainingError
 from lookahead.loading.loading import LoadedModel
 from lookahead.plugins.heads.medusa import MedusaHeads
-from lookahead.plugins.heads.training import examples as training_examples
-from lookahead.plugins.heads.training.examples import (
+from lookahead.plugins.heads.training import train_heads as training
+from lookahead.plugins.heads.training.learners import DECAY, DraftStarts, MedusaLearner
+from lookahead.plugins.heads.training.train_heads import (
     answer_prompts,
     collate,
     make_batches,
     make_example,
     make_examples,
     split_examples,
+    train_heads,
 )
-from lookahead.plugins.heads.training.learners import DECAY, DraftStarts, MedusaLearner
-from lookahead.plugins.heads.training.train_heads import train_heads
 from lookahead.plugins.heads.training.train_inputs import Record, Settings, read_records
 from tests.support.answered_prompts import write_answered
 
@@ -151,10 +151,8 @@ def test_an_answer_is_what_the_model_generates_and_a_second_start_goes_on(tmp_pa
         expected = loaded.model.generate(ids, max_new_tokens=9, do_sample=False)
         assert answer == expected[0, ids.shape[1] :].tolist()
     file.write_text(json.dumps({"c": answers["c"]}))  # killed after an answer
-    asked, many = [], training_examples.stream_many
-    monkeypatch.setattr(
-        training_examples, "stream_many", lambda *args, **rest: asked.append(args[2]) or many(*args, **rest)
-    )
+    asked, many = [], training.stream_many
+    monkeypatch.setattr(training, "stream_many", lambda *args, **rest: asked.append(args[2]) or many(*args, **rest))
     assert answer_prompts(loaded, prompts, file, 9) == answers
     assert answer_prompts(loaded, prompts, file, 9) == answers
     assert asked == [["ab", "dd"], []]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from lookahead.cli import job_display as report
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.errors import ConfigError
-from lookahead.jobs import job_figures as report
 from lookahead.jobs.identity import JobIdentity, JobSettings, text_hash
 from lookahead.jobs.job import JobTotals, run_job
 from lookahead.jobs.journal import Journal, OutputPaths

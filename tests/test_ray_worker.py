@@ -13,7 +13,7 @@ from lookahead.documents.decode_text import Document
 from lookahead.errors import UnsupportedModelError
 from lookahead.jobs.identity import JobSettings
 from lookahead.jobs.worker_pool import RayWorker
-from lookahead.plugins.heads.heads import Heads
+from lookahead.plugins.heads.head_files import Heads
 from lookahead.summarization.summarizer import Summarizer
 
 

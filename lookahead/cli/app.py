@@ -18,11 +18,10 @@ from lookahead.cli.draft_files import memory_app, pool_app
 from lookahead.cli.generate import generate
 from lookahead.cli.habits import log
 from lookahead.cli.measure import explain, train
-from lookahead.cli.models import models, pull
+from lookahead.cli.models import models, pull, tokens
 from lookahead.cli.serve import serve
 from lookahead.cli.summarize import report, summarize
 from lookahead.cli.terminal import raise_on_signals
-from lookahead.cli.tokens import tokens
 from lookahead.cli.transcribe import transcribe
 
 app = App(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,4 +1,4 @@
-"""The commands `lookahead models` and `lookahead pull`."""
+"""The commands `lookahead models`, `lookahead pull` and `lookahead tokens`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 
 from rich.filesize import decimal
 
-from lookahead.cli.options import option
+from lookahead.cli.draft_files import load_tokenizer_of
+from lookahead.cli.options import OnePromptOptions, model_option, option
 from lookahead.cli.terminal import console, harmless, say, show_line, table
 from lookahead.errors import ConfigError
 from lookahead.loading import loading
@@ -124,3 +125,36 @@ def pull(options: PullOptions) -> None:
         disable_progress_bars()
     folder = download(options.name, lambda licence, size: say("note", f"licence {licence}, {decimal(size)}"))
     show_line(sys.stderr, f"{options.name}: {folder}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensOptions(OnePromptOptions):
+    prompt: str | None = option(
+        None, "A text file, or - for stdin. (default: stdin)", argument=True, metavar="FILE", show_default=False
+    )
+    model: str = model_option(default_name(), "The model whose tokenizer counts: only that is loaded.")
+    as_json: bool = option(False, "Print one JSON object: tokens, ids, and the text of each.", "--json")
+
+
+def tokens(options: TokensOptions) -> None:
+    """Count the tokens of a text, as the model reads it.
+
+    If the tokenizer has a chat template, the text is a user's message in it; with --raw it stands alone.
+
+    For example:
+
+      lookahead tokens article.txt
+      lookahead tokens article.txt -m ./my-model --raw
+      echo "Hello there" | lookahead tokens --json
+    """
+    text = options.read_prompt(names_file=True)
+    tokenizer = load_tokenizer_of(options.model)
+    prompt = options.prompt_of(tokenizer, text)
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    if options.as_json:
+        print(json.dumps({"tokens": len(ids), "ids": ids, "texts": [tokenizer.decode([token]) for token in ids]}))
+    else:
+        print(len(ids))

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 import typer
 
-from lookahead.cli.job_display import JobDisplay
+from lookahead.cli.job_display import (
+    JobDisplay,
+    describe_changes,
+    describe_failure,
+    describe_stop,
+    estimate_rows,
+)
 from lookahead.cli.job_options import JobOptions
 from lookahead.cli.options import option
 from lookahead.cli.terminal import (
@@ -33,7 +39,6 @@ from lookahead.documents.byte_sources import MEGABYTE
 from lookahead.documents.decode_text import Document, Reject
 from lookahead.documents.readers import count_documents, read_documents
 from lookahead.errors import ClusterError, ConfigError, ResultsError, count
-from lookahead.jobs import job_figures
 from lookahead.jobs.identity import JobIdentity
 from lookahead.jobs.job import JobTotals, estimate_job, run_job
 from lookahead.jobs.journal import OutputPaths
@@ -148,7 +153,7 @@ def _estimate(options: JobOptions, documents: Iterator[Document | Reject], summa
         summarize_all = partial(summarizer.summarize_all, rows=options.rows)
         estimate = estimate_job(documents, summarizer.fitter, summarize_all, seed=options.seed)
     if _prints_text(options):
-        console(sys.stdout).print(table(job_figures.estimate_rows(estimate)))
+        console(sys.stdout).print(table(estimate_rows(estimate)))
     else:
         print(json.dumps(asdict(estimate)))
     return 1 if estimate.failed else 0
@@ -167,16 +172,16 @@ def _run(
         try:
             run(observer=display, shown=None if display.as_text else print_line)
         except ResultsError as error:
-            for what in job_figures.describe_changes(error, options.output):
+            for what in describe_changes(error, options.output):
                 say("error", what)
             return 1
         except (KeyboardInterrupt, ClusterError, OSError) as error:
-            stopped = job_figures.describe_stop(totals, OutputPaths(options.output).running)
+            stopped = describe_stop(totals, OutputPaths(options.output).running)
             if isinstance(error, KeyboardInterrupt):
                 say("interrupted", stopped)
                 return status_of(error)
             if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
-                what = job_figures.describe_failure(error) if isinstance(error, OSError) else str(error)
+                what = describe_failure(error) if isinstance(error, OSError) else str(error)
                 say("error", f"{what}; {stopped}")
             return 1
     display.conclude(totals, exact=is_exact)

@@ -1,9 +1,10 @@
-"""Folders of heads: weights in safetensors, and a `config.json` that names the model of the heads."""
+"""Heads as a proposer, and their folders: weights in safetensors, and a `config.json` that names their model."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,12 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from lookahead.backend.cpu.product_bits import FEWEST_WEIGHTS
+from lookahead.drafting.budget import PassTimes
+from lookahead.drafting.proposal import Call, Proposer
 from lookahead.errors import HeadsError, LookaheadError, one_line
+from lookahead.loading.quantized import quantize_linears
+from lookahead.model.model_state import state_of
 from lookahead.ngram.hit_rates import AcceptanceTable
 from lookahead.plugins.heads.assistant import ASSISTANTS, AssistantDrafter, open_assistant
 from lookahead.plugins.heads.eagle import EagleDrafter, EagleHead, fused_layers
@@ -252,3 +258,39 @@ def _not_a_folder(path: Path) -> str:
         f'in its folder: python -c "import torch; from safetensors.torch import save_file; '
         f"save_file(torch.load('{path.name}', weights_only=True), '{target}')\""
     )
+
+
+class Heads:
+    """Drafts from heads trained for the model, see `lookahead train`.
+
+    They are loaded at the first call for a model, and their hit rates are kept for later calls. On a CPU their larger
+    layers are rounded to 8 bits, which changes guesses but no token.
+
+    Example:
+        `LookaheadConfig(proposers=("prompt", "recycled", lookahead.Heads("heads/")))`
+
+    Args:
+        folder: The output of `lookahead train`, a published checkpoint of Medusa, EAGLE-3 or one of Gemma 4's
+            assistants in safetensors, or `"native"` for the MTP layer of the model's own checkpoint.
+        name: Name of the source in the stats; the kind of heads when None.
+
+    Raises:
+        HeadsError: When called: the folder has no heads, or they belong to another model.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, name: str | None = None) -> None:
+        self._folder = os.fspath(folder)
+        self._name = name
+
+    def __call__(self, call: Call) -> Proposer:
+        """The proposer of one call."""
+        kind, network, rates, times = state_of(call.model).learned.of(self, partial(self._open, call.model))
+        own = times[(call.rows - 1).bit_length()] if call.is_timed else None
+        return drafter_of(network)(network, call.model, rates, call.warp, self._name or kind, own)
+
+    def _open(self, model: PreTrainedModel) -> tuple[str, Network, AcceptanceTable, defaultdict[int, PassTimes]]:
+        kind, network = open_heads(self._folder, model)
+        if not isinstance(network, PreTrainedModel) and lm_head(model).weight.device.type == "cpu":
+            # A pass over few guesses is bound by reading weights, and rounded weights guess as well.
+            quantize_linears(network, lambda layer: "int8" if layer.weight.numel() >= FEWEST_WEIGHTS else "")
+        return kind, network, fresh_rates(network), defaultdict(PassTimes)
