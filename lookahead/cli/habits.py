@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("time", "command", "model", "prompt", "answer")
 _LAST_CHAT = "last_chat.json"
-_MOST_SHOWN = (1 << 63) - 1  # SQLite's largest integer
 _ON = 1  # the `user_version` of a log that is written to
 
 
@@ -46,17 +45,11 @@ def last_session(session: Path | None, *, is_continued: bool) -> Path | None:
         raise ConfigError("--continue means the last chat, and --session names another: pass one of them")
     note = kept(_LAST_CHAT)
     try:
-        return Path(_checked(read_json(note)))
+        return Path(read_json(note))
     except FileNotFoundError:
         return kept_folder() / "chat.json"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{note}: not the name of a chat: {one_line(error)}; remove it to begin one") from error
-
-
-def _checked(name: Any) -> str:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"got {name!r}")
-    return name
 
 
 def note_session(session: Path) -> None:
@@ -94,7 +87,7 @@ def _is_on(base: Connection) -> bool:
 class LogOptions:
     on: bool = option(False, "Keep prompts and answers from now on.")
     off: bool = option(False, "Keep no more; the file stays.")
-    count: int = option(10, "Show the last N.", "--count", "-n", min=0)
+    count: int = option(10, "Show the last N.", "--count", "-n", min=0, max=1 << 31)
     as_json: bool = option(False, "Print one JSON object per line.", "--json")
 
 
@@ -124,18 +117,14 @@ def log(options: LogOptions) -> None:
             if options.on or options.off:
                 base.execute(f"PRAGMA user_version = {_ON if options.on else 0}")
             is_on = _is_on(base)
-            # A user may have written anything there: numbers, bytes, or nothing.
-            base.text_factory = lambda raw: raw.decode("utf-8", "replace")
-            columns = ", ".join(f"CAST(ifnull({name}, '') AS TEXT)" for name in _COLUMNS)
-            found: list[Any] = base.execute(
-                f"SELECT {columns} FROM answers ORDER BY rowid DESC LIMIT ?", [min(options.count, _MOST_SHOWN)]
-            ).fetchall()
+            last = "SELECT * FROM answers ORDER BY rowid DESC LIMIT ?"
+            found: list[Any] = base.execute(last, [options.count]).fetchall()
     except sqlite3.Error as error:
         raise ConfigError(f"{file}: {error}") from error
     for row in reversed(found):
         if options.as_json:
             print(json.dumps(dict(zip(_COLUMNS, row, strict=True))))
         else:
-            time, command, model, prompt, answer = map(harmless, row)
+            time, command, model, prompt, answer = map(harmless, map(str, row))
             print(f"{time} {command} -m {model}\n> {prompt}\n{answer}\n")
     show_line(sys.stderr, f"prompts and answers are {'kept' if is_on else 'no longer kept'} in {file}")

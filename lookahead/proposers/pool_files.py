@@ -135,34 +135,31 @@ def build_pool(path: str, source: TokenSource, *, adds: bool = False) -> PoolHea
         what = f"no document to {'add' if adds else 'make it of'}"
         raise PoolError(f"{path}: {what}, {source.totals.rejected} could not be used")
     with changing(path):
-        before = [_read_pool(path, fingerprint)] if adds else []
-        return _write_parts(path, before, documents, fingerprint)
+        before = [_read_pool(path, fingerprint)[0]] if adds else []
+        return _write_texts(path, [*before, *documents], fingerprint)
 
 
 def merge_pools(path: str, sources: Sequence[str]) -> PoolHeader:
     """Write the documents of several pools of one tokenizer to one, in this order."""
-    parts: list[tuple[IntArray, PoolHeader]] = []
+    texts, fingerprint = list[IntArray](), None
     for source in sources:
         with pool_errors(source):
-            parts.append(_read_pool(source, parts[0][1].fingerprint if parts else None))
+            text, fingerprint = _read_pool(source, fingerprint)
+            texts.append(text)
+    assert fingerprint is not None
     with changing(path):
-        return _write_parts(path, parts, [], parts[0][1].fingerprint)
+        return _write_texts(path, texts, fingerprint)
 
 
-def _read_pool(path: str, fingerprint: int | None) -> tuple[IntArray, PoolHeader]:
-    """A copy of the documents of a pool. The file is closed again: Windows cannot replace an open file."""
+def _read_pool(path: str, fingerprint: int | None) -> tuple[IntArray, int]:
+    """A copy of the documents of a pool, which is closed again: Windows cannot replace an open file."""
     pool = Pool.open(path, fingerprint)
-    return np.array(pool.tokens[1:]), pool.header
+    return np.array(pool.tokens[1:]), pool.header.fingerprint
 
 
-def _write_parts(
-    path: str, parts: Sequence[tuple[IntArray, PoolHeader]], documents: Sequence[IntArray], fingerprint: int
-) -> PoolHeader:
-    """Write the documents of pools, and more of them, int32 `[tokens]` each."""
+def _write_texts(path: str, texts: Sequence[IntArray], fingerprint: int) -> PoolHeader:
     separator = np.array([SEPARATOR], np.int32)
-    texts = [*(part for part, _ in parts), *documents]
-    tokens = np.concatenate([part for text in texts for part in (separator, text)][1:])
-    return write_pool(path, tokens, fingerprint)
+    return write_pool(path, np.concatenate([part for text in texts for part in (separator, text)][1:]), fingerprint)
 
 
 def _tokens_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> IntArray | Reject:
