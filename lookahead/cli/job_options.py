@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lookahead.cli.option_files import KeptOptions
 from lookahead.cli.options import (
@@ -25,8 +25,6 @@ from lookahead.loading.loading import DEFAULT_MODEL, locate_model
 
 if TYPE_CHECKING:
     from lookahead.jobs.identity import JobSettings
-
-FORMATS = ("auto", "text", "json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +57,9 @@ class JobOptions(DocumentOptions, KeptOptions, SummaryOptions):
         None, "File with your own instruction; {document} in it stands for the document.", metavar="FILE"
     )
     as_json: bool = option(False, "Print JSON lines on stdout, as --format json does.", "--json")
-    format: str = option("auto", "Format of stdout: text, json, or auto: text on a terminal, else JSON lines.")
+    format: Literal["auto", "text", "json"] = option(
+        "auto", "Format of stdout: text, json, or auto: text on a terminal, else JSON lines."
+    )
     overwrite: bool = option(False, "Replace output files that exist.")
     resume: bool = option(False, "Continue an output: add its missing summaries.")
     rejects: Path | None = option(None, "File for documents that fail. (default: OUTPUT.rejects.jsonl)")
@@ -77,36 +77,28 @@ class JobOptions(DocumentOptions, KeptOptions, SummaryOptions):
         None, "Number of workers. (default: one per GPU, or one per machine without GPUs)", min=1, max=1024
     )
 
-    def check_files(self) -> None:
-        """See `DraftingOptions.check_files`; `check` tells of a pool that is missing."""
-        if self.pool is None or os.path.exists(self.pool):
-            super().check_files()
-
     def check(self) -> None:
         """Refuse options that exclude each other with a ConfigError, before any work is done."""
         for name, other in (("pool", self.pool), ("memory", self.memory), ("prompt_file", self.prompt_file)):
             for path in (self.output, self.rejects):
                 if other is not None and path is not None and os.path.realpath(other) == os.path.realpath(path):
                     raise ConfigError(f"{name} {other} cannot be a file that the job writes results or rejects to")
-        if self.pool is not None and not os.path.exists(self.pool):
-            raise ConfigError(
-                f"pool {self.pool}: no such file; a job no longer collects its outputs in one: 'lookahead pool build' "
-                "and 'lookahead pool add' take the summaries of results, with --field summary"
-            )
-        if self.retry_rejects and not self.resume:
-            raise ConfigError("--retry-rejects repeats the failed documents of an earlier run; it needs --resume")
-        if self.dry_run and self.resume:
-            raise ConfigError("--dry-run estimates a whole job; leave --resume out")
-        if not self.ray and (self.ray_address is not None or self.workers is not None):
-            raise ConfigError("--ray-address and --workers are for --ray, which works on a cluster")
-        if self.ray and self.dry_run:
-            raise ConfigError("--dry-run measures the time on this machine alone; leave --ray out")
-        if self.ray_address not in (None, "auto", "local") and ":" not in str(self.ray_address):
-            raise ConfigError(f"--ray-address must be HOST:PORT, auto or local, got {self.ray_address!r}")
-        if self.format not in FORMATS:
-            raise ConfigError(f"format must be {', '.join(FORMATS)}, got {self.format!r}")
-        if self.output is not None and self.format != "auto":
-            raise ConfigError("--json and --format are for stdout; with --output the summaries go to that file instead")
+        is_address = self.ray_address in (None, "auto", "local") or ":" in str(self.ray_address)
+        needs_ray = self.ray_address is not None or self.workers is not None
+        for is_wrong, told in (
+            (self.retry_rejects and not self.resume, "--retry-rejects repeats what failed before: add --resume"),
+            (self.dry_run and self.resume, "--dry-run estimates a whole job; leave --resume out"),
+            (needs_ray and not self.ray, "--ray-address and --workers are for --ray, which works on a cluster"),
+            (self.ray and self.dry_run, "--dry-run measures the time on this machine alone; leave --ray out"),
+            (not is_address, f"--ray-address must be HOST:PORT, auto or local, got {self.ray_address!r}"),
+            (self.as_json and self.format == "text", "--json and --format text exclude each other"),
+            (
+                self.output is not None and (self.as_json or self.format != "auto"),
+                "--json and --format are for stdout; with --output the summaries go to that file instead",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(told)
 
     def settings(self) -> JobSettings:
         """What these options ask the job for; ConfigError if one of them is out of its range."""

@@ -78,10 +78,6 @@ def summarize(options: JobOptions) -> None:
     another program, or --compare found a difference in fp32; 2 an argument is wrong, and nothing was written; 130,
     143 or 129 ended by Ctrl-C, SIGTERM or a closed terminal, and finished summaries are kept.
     """
-    if options.as_json:
-        if options.format == "text":
-            raise ConfigError("--json and --format text exclude each other")
-        options = replace(options, format="json")
     inputs = options.inputs
     if not inputs:
         raise ConfigError("no input: name files, folders or URLs, or - for stdin")
@@ -127,7 +123,8 @@ def summarize(options: JobOptions) -> None:
 
 def _prints_text(options: JobOptions) -> bool:
     """Whether stdout gets text, not JSON."""
-    return options.format == "text" or (options.format == "auto" and sys.stdout.isatty())
+    is_chosen = options.as_json or options.format != "auto"
+    return options.format == "text" if is_chosen else sys.stdout.isatty()
 
 
 @contextmanager
