@@ -70,7 +70,7 @@ def test_no_help_swallows_what_stands_in_brackets(name, monkeypatch):
 
 @pytest.mark.parametrize("options", [SummarizeOptions, GenerateOptions])
 def test_every_option_is_read(options):
-    files = [*(ROOT / "lookahead" / "cli").glob("*.py"), ROOT / "lookahead" / "jobs" / "job_settings.py"]
+    files = [*(ROOT / "lookahead" / "cli").glob("*.py"), ROOT / "lookahead" / "jobs" / "identity.py"]
     code = "".join(path.read_text("utf-8") for path in files)
     for each, _ in options_of(options):
         is_read = "callback" in each.metadata or re.search(rf"\b(options|self)\.{each.name}\b", code)
