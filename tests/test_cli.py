@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from lookahead.cli.app import app
 from lookahead.cli.generate import GenerateOptions
+from lookahead.cli.job_options import JobOptions
 from lookahead.cli.options import options_of
-from lookahead.cli.summarize import SummarizeOptions
 from lookahead.decoding.comparison import decode_plainly
 from lookahead.jobs.line_file import LineFile
 from lookahead.summarization.prompting import PromptFitter
@@ -68,12 +68,13 @@ def test_no_help_swallows_what_stands_in_brackets(name, monkeypatch):
         assert "pip install 'lookahead-decoding[train]'." in shown
 
 
-@pytest.mark.parametrize("options", [SummarizeOptions, GenerateOptions])
+@pytest.mark.parametrize("options", [JobOptions, GenerateOptions])
 def test_every_option_is_read(options):
     files = [*(ROOT / "lookahead" / "cli").glob("*.py"), ROOT / "lookahead" / "jobs" / "identity.py"]
     code = "".join(path.read_text("utf-8") for path in files)
     for each, _ in options_of(options):
-        is_read = "callback" in each.metadata or re.search(rf"\b(options|self)\.{each.name}\b", code)
+        is_read = re.search(rf'\b(options|self)\.{each.name}\b|"{each.name}"', code)  # by attribute or by name
+        is_read = is_read or "callback" in each.metadata
         assert is_read, f"{each.name} is never read"
 
 
