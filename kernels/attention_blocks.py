@@ -26,10 +26,17 @@ _score_pairs: Any = tile_of(2, "quarters", rows=[FEW]) if HAS_PAIRS else None
 def load_block(keys, words, values, begin, size, head, transposed, block, is_half):
     """Copy the prompt's keys of a block, transposed, and its values if they are bfloat16.
 
-    Keys and values are widened, or come as pairs for the CPU's instruction: keys with `transpose_fourths`; of every
-    four values the first with the third, the second with the fourth, in the rows of the first two. The last values, of
-    fewer than four, are widened.
+    Values are widened, or come as pairs for the CPU's instruction: of every four the first with the third, the second
+    with the fourth, in the rows of the first two. The last values, of fewer than four, are widened.
     """
+    load_keys(keys, words, values, begin, size, head, transposed, is_half)
+    if is_half:
+        _load_values(values, begin, size, head, block)
+
+
+@jit_part
+def load_keys(keys, words, values, begin, size, head, transposed, is_half):
+    """Copy some keys, transposed: widened, or with `transpose_fourths` as pairs for the CPU's instruction."""
     (_, heads, dim), count, whole = keys.shape, words.shape[2], size // LANES * LANES
     each, step, together, is_paired = dim // count, heads * count, count // LANES * LANES, is_half and HAS_PAIRS
     pairs, of_values = transposed.view(np.int32), values.reshape(values.size)
@@ -50,8 +57,6 @@ def load_block(keys, words, values, begin, size, head, transposed, block, is_hal
         else:
             for i in range(first, dim):
                 transposed[i, slot] = widen(keys[begin + slot, head, i])
-    if is_half:
-        _load_values(values, begin, size, head, block)
 
 
 @jit_part
@@ -136,19 +141,28 @@ def _score_widened(queries, first, count, transposed, column, scale, scores, par
 
 
 @jit_part
-def score_path(node, size, common, root, keys, start, head, parents, depths, query, scale, scores):
-    """Score the nodes of a path that are in a block, in which the tree's root has the index `root`."""
+def score_nodes(
+    keys, words, values, flat, start, count, head, queries, pairs, transposed, scale, is_half, scores, of_nodes,
+):  # fmt: skip
+    """Score the nodes of a tree for some queries, whether or not they see them: `[queries, nodes]`."""
+    for begin in range(0, count, BLOCK):
+        size, first = min(BLOCK, count - begin), start + begin
+        whole = min((size + LANES - 1) // LANES * LANES, len(keys) - first)  # any keys fill the last registers
+        load_keys(keys, words, values, first, whole, head, transposed, is_half)
+        for row in range(0, len(queries), ROWS):
+            tile, none = min(ROWS, len(queries) - row), (words, flat.reshape(words.shape), 0, 0, 0, 0)
+            score_prompt(queries, pairs, row, tile, transposed, size, scale, is_half, scores, none)
+            for i in range(tile):
+                of_nodes[row + i, begin : begin + size] = scores[i, :size]
+
+
+@jit_part
+def take_path(node, size, common, root, parents, depths, of_nodes, scores):
+    """Copy the scores of the nodes of a path that are in a block, in which the tree's root has the index `root`."""
     at = root + depths[node]
     while at >= common:
         if at < size:
-            key = keys[start + node, head]
-            a = b = c = d = _F(0.0)
-            for i in range(0, len(key), _PARTS):
-                a += widen(key[i]) * query[i]
-                b += widen(key[i + 1]) * query[i + 1]
-                c += widen(key[i + 2]) * query[i + 2]
-                d += widen(key[i + 3]) * query[i + 3]
-            scores[at] = ((a + c) + (b + d)) * scale
+            scores[at] = of_nodes[node]
         if at == root:
             break
         node = parents[node]

@@ -19,7 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lookahead.kernels.attention_blocks import STEP, load_block, load_path, pair_fourths, score_path, score_prompt
+from lookahead.kernels.attention_blocks import (
+    STEP,
+    load_block,
+    load_path,
+    pair_fourths,
+    score_nodes,
+    score_prompt,
+    take_path,
+)
 from lookahead.kernels.attention_rows import (
     MAX_SHARING,
     MAX_TURNS,
@@ -179,7 +187,7 @@ def _attend(address, number, word, size):
     queries, sums = np.zeros((most_rows, dim), np.float32), np.empty((most_rows, dim), np.float32)
     pairs = np.zeros((most_rows, dim // 2), np.int32)  # of the queries, for the CPU's instruction
     peaks, totals, tops = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32), np.empty(ROWS, np.float32)
-    scores = np.zeros((ROWS, LINE), np.float32)
+    scores, of_nodes = np.zeros((ROWS, LINE), np.float32), np.empty((most_rows, most), np.float32)
     transposed, block = np.empty((dim, STEP), np.float32), np.empty((BLOCK, dim), np.float32)
     held = np.empty(most, np.int64)  # by depth, the node whose values are in the block
     units, whole, turns = units_of(groups, trees, kv_heads, array_at(threads_at, (1,), np.int64)[0])
@@ -236,7 +244,7 @@ def _attend(address, number, word, size):
                 _attend_tree(
                     keys[base:], values[base:], words[base:], flat[base * kv_heads * dim * size // 4 :],
                     nodes[0], nodes[1], start - base, until, node, shared, head, per_kv, scale, window, softcap,
-                    is_half, queries[begin:ending], pairs[begin:ending], scores, tops, sums[begin:ending],
+                    is_half, queries[begin:ending], pairs[begin:ending], scores, of_nodes, tops, sums[begin:ending],
                     peaks[begin:ending], totals[begin:ending], transposed, block, held,
                 )  # fmt: skip
                 own += until - node
@@ -302,13 +310,16 @@ def _attend_shared(
 @jit_part
 def _attend_tree(
     keys, values, words, flat, parents, depths, start, count, scored, shared, head, per_kv, scale, window,
-    softcap, is_half, queries, pairs, scores, tops, sums, peaks, totals, transposed, block, held,
+    softcap, is_half, queries, pairs, scores, of_nodes, tops, sums, peaks, totals, transposed, block, held,
 ):  # fmt: skip
     """One pass over the blocks of keys after the shared ones."""
     rows, deepest, kv_heads = (count - scored) * per_kv, 0, keys.shape[1]
     lines = BLOCK // LANES * (words.shape[2] // LANES)
     for node in range(scored, count):
         deepest = max(deepest, depths[node])
+    score_nodes(
+        keys, words, values, flat, start, count, head, queries, pairs, transposed, scale, is_half, scores, of_nodes,
+    )  # fmt: skip
     for begin in range(shared, start + deepest + 1, BLOCK):
         common = max(0, min(BLOCK, start - begin))  # keys of the prompt
         whole = common // TOGETHER * TOGETHER if is_half else common
@@ -329,21 +340,7 @@ def _attend_tree(
                 node, line = scored + row // per_kv, scores[row - first]
                 size = min(BLOCK, start + depths[node] + 1 - begin)
                 if size > common:
-                    of_path = scale if is_half else _F(1.0)
-                    score_path(
-                        node,
-                        size,
-                        common,
-                        start - begin,
-                        keys,
-                        start,
-                        head,
-                        parents,
-                        depths,
-                        queries[row],
-                        of_path,
-                        line,
-                    )
+                    take_path(node, size, common, start - begin, parents, depths, of_nodes[row], line)
                 if softcap and size > 0:
                     _cap(line, size, softcap)
                 if window:  # the first keys may be before it; a later one in the block is not

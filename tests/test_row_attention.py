@@ -96,6 +96,17 @@ def test_threads_that_share_the_nodes_of_a_row_change_no_bit(window, kv_heads, n
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("nodes", [1, 2, 8, 16, 33])
+@pytest.mark.parametrize("start", [1, 2 * BLOCK - 9, 2 * BLOCK + 130])
+def test_threads_that_cannot_share_key_heads_evenly_change_no_bit(start, nodes, threads, three_threads):
+    tree, tensors = tree_of(nodes, start), tensors_of(start + nodes, nodes, 9, 3, 64)
+    torch.set_num_threads(threads)
+    together = by_rows(*tensors, tree, start)
+    torch.set_num_threads(1)
+    assert torch.equal(together, by_rows(*tensors, tree, start))
+
+
 @pytest.mark.parametrize("start", [0, 5, 40, BLOCK - 7, 2 * BLOCK + 3])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (2, 1, 16)])
 def test_float32_is_as_close_as_torch(start, heads, kv_heads, dim):
