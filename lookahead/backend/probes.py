@@ -115,6 +115,8 @@ def heeds_padding(model: PreTrainedModel) -> bool:
 
 
 def _heeds_padding(model: PreTrainedModel) -> bool:
+    if (answer := kind_of(model).heeds_padding(model)) is not None:
+        return answer
     probed = picking_few(model) if picks_keys(model) else model
     return probed is not None and all(_reads_behind_padding(probed, probe) for probe in (PROBES[0], PROBES[0][:2]))
 

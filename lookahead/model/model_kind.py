@@ -102,6 +102,10 @@ class ModelKind:
         """The inputs of the model's own pass over texts, int64 `[rows, tokens]`; an encoder reads `tokens`."""
         return {"input_ids": ids}
 
+    def heeds_padding(self, model: PreTrainedModel) -> bool | None:
+        """Whether a padded prompt is read as it is alone; None if a probe of causal models tells."""
+        return None
+
     def prompt_limit(self, model: PreTrainedModel) -> int | None:
         """Maximum tokens of a prompt; None for no limit."""
         return context_limit(model)

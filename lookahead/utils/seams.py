@@ -19,7 +19,7 @@ _HOMES = {
 # for a call whose generation mode has its name, a processor for options of one, a proposer's factory for a model.
 _METHODS = {
     "kind": (
-        *("make_inputs", "probe", "inputs_of_text", "modules_beside", "prompt_limit", "positions"),
+        *("make_inputs", "probe", "inputs_of_text", "heeds_padding", "modules_beside", "prompt_limit", "positions"),
         *("check_cache", "encoded", "encode_for_drafts", "shares_encoder", "cache_reason", "trees_reason"),
     ),
     "loop": ("run", "serving", "report_prefill", "end_if"),

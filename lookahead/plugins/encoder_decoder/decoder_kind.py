@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 from transformers.generation import utils
 
+from lookahead.backend.probes import PADDING, PROBES, agree, heeds_padding, own_logits
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.decoding import validation
 from lookahead.drafting.tree import IntArray
-from lookahead.errors import UnsupportedModelError
+from lookahead.errors import UnsupportedModelError, is_out_of_memory, with_place
 from lookahead.model.facts import (
     CACHE,
     cache_in,
@@ -31,6 +32,7 @@ from lookahead.model.facts import (
     vocabulary_size,
 )
 from lookahead.model.model_kind import MakeInputs, ModelKind, Probe
+from lookahead.model.model_state import state_of
 from lookahead.plugins.encoder_decoder.decoder_inputs import EncoderInputs
 from lookahead.plugins.encoder_decoder.encoded_rows import Encoded
 from lookahead.plugins.encoder_decoder.encoding import encode, encode_heard, encode_probe, note_outputs
@@ -62,6 +64,23 @@ class DecoderKind(ModelKind):
 
     def inputs_of_text(self, model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> dict[str, Any]:
         return {**self.probe(model, tokens, len(ids)).inputs, "decoder_input_ids": ids}
+
+    @torch.inference_mode()
+    def heeds_padding(self, model: Any) -> bool:
+        """Prepared as `generate` does: some models derive positions from the mask, others count padding too."""
+        vocabulary, device = decoder_vocabulary(model), input_device(model)
+        text = [token * vocabulary // 9 for token in PROBES[0]]
+        ids = torch.tensor([[0] * PADDING + text], device=device)
+        mask = torch.tensor([[0] * PADDING + [1] * len(text)], device=device)
+        try:
+            given = {**self.probe(model, text, 1).inputs, "decoder_attention_mask": mask}
+            given = model.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=False, **given)
+            return agree(model, model(**given).logits[0, -1], own_logits(model, [text], text)[0, -1])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            state_of(model).note_problem(f"{type(model).__name__} reads no padding", with_place(error))
+            return False
 
     def prompt_limit(self, model: PreTrainedModel) -> int | None:
         return side_positions(model, "encoder")
@@ -133,11 +152,11 @@ class DecoderKind(ModelKind):
 
     def trees_reason(self, model: PreTrainedModel, *, rows: int, is_padded: bool, is_rounded: bool) -> str:
         is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
-        if is_padded:
-            return "its decoder reads padding, by decoder_attention_mask"
+        if is_padded and not heeds_padding(model):
+            return "its decoder counts the padding of decoder_attention_mask"
         if rows > 1 and not calls_registered_attention(model):
             return "the rows of a batch must keep one length for its own attention code"
-        if is_half and not is_rounded and (rows > 1 or not keeps_solo_bits(model)):
+        if is_half and not is_rounded and (rows > 1 or is_padded or not keeps_solo_bits(model)):
             return "trees would change its bits in half precision on a CPU"
         return ""
 
