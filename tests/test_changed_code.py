@@ -250,3 +250,33 @@ def test_a_weight_that_a_guest_of_the_loop_changes_is_read_by_the_next_step(plac
         outputs.append(model.generate(IDS, max_new_tokens=12, do_sample=False, **ways)[0].tolist())
         assert guest._tokens >= 11
     assert outputs[0] == outputs[1] != ours(made("llama", dtype, **PACKED))
+
+
+@pytest.mark.parametrize("ways", [lookahead.generate, lookahead.stream, lookahead.stream_many])
+def test_every_call_of_the_api_sees_what_changed_of_the_model_before_it(ways: Any, tiny_tokenizer: Any) -> None:
+    model = made("llama", SINGLE)
+    prompt, options = IDS[0].tolist(), {"max_new_tokens": 8, "do_sample": False}
+    given = prompt if ways is lookahead.stream else [prompt]
+
+    def call() -> list[int]:
+        result = ways(model, tiny_tokenizer, given, **options)
+        if ways is lookahead.stream_many:
+            (done,) = result
+            if done.error is not None:
+                raise done.error
+            return list(done.token_ids)
+        _ = "".join(result) if ways is lookahead.stream else None
+        return list(result.token_ids if ways is lookahead.stream else result.token_ids[0])
+
+    def own() -> list[int]:
+        return list(model.generate(IDS, **options)[0, IDS.shape[1] :].tolist())
+
+    assert call() == own()
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: out * 3 if out.shape[1] == 1 else out)
+    with pytest.warns(UserWarning, match="is your own code"):
+        assert call() == own()
+    hook.remove()
+    assert call() == own()
+    model.config.max_position_embeddings = 8
+    with pytest.raises(lookahead.PromptError, match="has 8 positions"):
+        call()

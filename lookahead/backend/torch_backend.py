@@ -119,7 +119,7 @@ class TorchBackend:
 
     def _patched(self) -> AbstractContextManager[None]:
         """A block in which modules of the model are patched for passes."""
-        return nullcontext() if self._scope is None else self._scope.serving()
+        return nullcontext() if self._scope is None else patched_attribute("config", self._scope.views)
 
     def has_changed(self) -> bool:
         """See `Backend.has_changed`."""
@@ -159,11 +159,9 @@ class TorchBackend:
         self.reused_tokens, self._has_copies = [0] * len(prompts), self._is_half and as_whole
         if (logits := self._inputs.read()) is not None:
             return self._read_by_model(prompts, logits, on_prefill)
-        if encoded is not None:
-            self._inputs.join(encoded)
         if self.packs_prompts or (self.cache.states and len(prompts) > 1):
             return self._read_in_groups(prompts, first, self._groups_of(prompts, first, texts), on_prefill)
-        with self._inputs.joining(), self.cache.slots.rows_from(first, len(prompts)):
+        with self._inputs.joining(encoded), self.cache.slots.rows_from(first, len(prompts)):
             return self._read(prompts, on_prefill or (lambda *_: None))
 
     def _read_by_model(self, prompts: Sequence[IntArray], logits: Tensor, report: OnPrefill | None) -> Tensor:
@@ -212,7 +210,7 @@ class TorchBackend:
                     copy_beginning(self.cache, source, row, tokens)
             some, told = [prompts[at] for at in group.prompts], report if longest in group.prompts else None
             self._has_copies = has_copies or (self._is_half and any(source >= 0 for source, _ in group.copies))
-            with self._inputs.joining(), self.cache.slots.rows_from(first + group.first, len(some)):
+            with self.cache.slots.rows_from(first + group.first, len(some)):
                 read = self._read if len(some) == 1 else self._read_packed
                 logits.append(read(some, told or (lambda *_: None)))
             hidden.append(self.hidden)

@@ -116,7 +116,7 @@ def assemble(
         is_constrained=not acceptance.draws
         and (common.is_constrained or any(row.forcing is not None for row in batch)),
     )
-    limits = {"is_padded": captures, "runs_to_limit": stopping.runs_to_limit}
+    limits = {"is_padded": captures, "runs_to_limit": not (stopping.custom or stopping.eos_tokens)}
     shows_hidden = not kind.has_encoder and reading is None
     proposers, controller = _drafting(config, call, common.memory, shows_hidden=shows_hidden, **limits)
     policy = BitPolicy.ROUNDED

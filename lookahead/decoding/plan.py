@@ -111,7 +111,9 @@ class RequestPlan:
         rows = []
         for i, (ids, length) in enumerate(zip(call.input_ids.cpu().numpy(), self.lengths.tolist(), strict=True)):
             padding = longest - length
-            rule = self.stopping.within(self.context, padding)
+            rule = self.stopping
+            if self.context is not None:  # one token may follow a full context
+                rule = replace(rule, max_length=min(rule.max_length, padding + self.context + 1))
             rows.append(Row(i, ids, chooser, rule, padding=padding, place=i, device=device))
             rows[i].is_edited = is_edited
             if self.predictions:  # several sampled outputs of a prompt stand next to each other
@@ -256,7 +258,7 @@ def _with_drafts(plan: RequestPlan, facts: ModelPlan) -> RequestPlan:
     reads_itself = bool(others or found.behind_own)
     if reads_itself and call.generation_config.use_cache is False:
         reason = f"{', '.join(others) or 'its prompt'} is read again for every token"
-    if batch_size > 1 and stopping.ends_together:
+    if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
         # transformers continues a stopped row until all rows are stopped: its length depends on the slowest.
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if shape == "none" or reason:

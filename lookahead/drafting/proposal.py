@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -222,6 +222,10 @@ class Proposer(Protocol):
     def propose(self, row: int, max_nodes: int) -> Proposal | None:
         """Propose continuations of the row's last token, at most `max_nodes` nodes without the root."""
 
+    def propose_batch(self, rows: Sequence[int], max_nodes: int) -> Sequence[Proposal | None]:
+        """The proposal for each of `rows`; with `reads_offers` it takes the earlier proposals as a third argument."""
+        return [self.propose(row, max_nodes) for row in rows]
+
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:
         """Learn from the target's choice.
 
@@ -257,20 +261,3 @@ class BatchProposer(Proposer, Protocol):
 
 
 ProposerFactory = Callable[[Call], Proposer]
-
-
-def batch_propose_fn(proposer: Proposer) -> Callable[..., Sequence[Proposal | None]]:
-    """A function that calls a proposer for several rows, in one batch if it supports that.
-
-    With `reads_offers` it takes the earlier proposals as a third argument.
-
-    Example:
-        >>> class Silent(Proposer):
-        ...     def propose(self, row, max_nodes):
-        ...         return None
-        >>> batch_propose_fn(Silent())([0, 1], 8)
-        [None, None]
-    """
-    if callable(propose_batch := getattr(proposer, "propose_batch", None)):
-        return cast(Callable[..., Sequence[Proposal | None]], propose_batch)
-    return lambda rows, max_nodes: [proposer.propose(row, max_nodes) for row in rows]

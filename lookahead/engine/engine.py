@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from lookahead.backend.protocol import Backend, BitPolicy, OnPrefill
 from lookahead.config import LookaheadConfig
 from lookahead.drafting.controller import Controller, StepPlan, StepRecord
-from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top, batch_propose_fn
+from lookahead.drafting.proposal import Call, Feedback, Proposal, Proposer, Top
 from lookahead.drafting.select import Draft, fit, merge
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.engine.row import Row, StepOutput
@@ -78,8 +78,8 @@ class Engine:
         # without the lock, so threads that share a model decode in parallel.
         self._learning = state_of(call.model).learned.lock
         self._plan_without_controller = StepPlan(0, drafts=bool(proposers), max_nodes=call.max_nodes)
-        self._questions = [
-            (batch_propose_fn(proposer), getattr(proposer, "reads_offers", False)) for proposer in proposers
+        self._questions: list[tuple[Callable[..., Sequence[Proposal | None]], bool]] = [
+            (proposer.propose_batch, getattr(proposer, "reads_offers", False)) for proposer in proposers
         ]
         self._judge = first = 0  # the bits of proposers that are surer than others
         for proposer in proposers:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from threading import RLock, local
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.model.facts import Attention
-from lookahead.model.model_state import pass_local, patched_attribute
+from lookahead.model.model_state import pass_local
 
 ATTENTION_NAME = "lookahead_tree"
 Attend = Callable[..., Tensor]
@@ -32,29 +32,26 @@ _thread = pass_local(local)
 class AttentionScope:
     """Switches a model to tree attention, only on threads that run one of our passes.
 
-    Within `serving` the modules of the model hold a view of their configuration. It has the same type and values, but
-    names tree attention on threads that run a pass. The configuration itself, which other models may share, is
-    unchanged.
+    While a backend serves, the modules of the model hold a view of their configuration. It has the same type and
+    values, but names tree attention on threads that run a pass. The configuration itself, which other models may
+    share, is unchanged.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         # The model keeps its own configuration: users read it, and no module chooses attention by it.
         held = [(module, module.__dict__.get("config")) for module in model.modules() if module is not model]
         with _guard:
-            self._modules = [
+            # For `patched_attribute`, as long as a thread is in service.
+            self.views = [
                 (module, real_config(config), _view_of(real_config(config)))
                 for module, config in held
                 if isinstance(config, PretrainedConfig)
             ]
-            self._own_views = tuple({id(view): view for _, _, view in self._modules}.values())
-
-    def serving(self) -> AbstractContextManager[None]:
-        """Install the views in the modules until the last open block of any thread ends."""
-        return patched_attribute("config", self._modules)
+            self._own_views = tuple({id(view): view for _, _, view in self.views}.values())
 
     @contextmanager
     def running(self, attend: Attend) -> Iterator[None]:
-        """Within `serving`, let the modules attend by `attend` on this thread until the block ends."""
+        """While a backend serves, let the modules attend by `attend` on this thread until the block ends."""
         outer = getattr(_thread, "views", ()), getattr(_thread, "attend", None)
         _thread.views, _thread.attend = self._own_views, attend
         try:

@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils.generic import ModelOutput
 
 from lookahead.model.facts import CACHE, cache_in, may_be_callers
-from lookahead.model.known_code import is_known, is_known_class
+from lookahead.model.known_code import CRITERIA, is_known, is_known_class
 from lookahead.model.model_kind import kind_of
 
 GenerateOutput = utils.GenerateOutput
@@ -58,7 +58,7 @@ def changed_loop(model: Any) -> str:
         own = vars(model).get(name) if name != "prepare_inputs_for_generation" else None
         if not is_known(own or getattr(type(model), name, None)):
             return name
-    kinds = LogitsProcessorList, StoppingCriteriaList
+    kinds = LogitsProcessorList, StoppingCriteriaList, *CRITERIA
     return next((f"{kind.__name__}.__call__" for kind in kinds if not is_known(kind.__call__)), "")
 
 

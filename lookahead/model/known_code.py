@@ -24,9 +24,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 from transformers import (
     Conv1D,
+    EosTokenCriteria,
     LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
     PretrainedConfig,
     StoppingCriteriaList,
+    StopStringCriteria,
     cache_utils,
     masking_utils,
 )
@@ -58,7 +62,9 @@ _LINEARS = frozenset((nn.Linear, Conv1D))
 _CLASSES = [value for value in vars(cache_utils).values() if getattr(value, "__module__", "") == cache_utils.__name__]
 # Caches and their layers; a mapping between layers has methods of the standard library.
 _CACHES = frozenset(each for each in _CLASSES if isinstance(each, type) and not issubclass(each, Mapping))
-AROUND = _CACHES | {LogitsProcessorList, StoppingCriteriaList}
+CRITERIA = frozenset((EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria))
+"""Stopping criteria that treat every row separately and keep no state. A subclass may differ."""
+AROUND = _CACHES | {LogitsProcessorList, StoppingCriteriaList} | CRITERIA
 """Classes that every call of `generate` uses."""
 _CALLS = "forward", "_call_impl"  # instance attributes that change how a module is called
 _UNCALLED = frozenset(("generate", "extra_repr"))  # attributes that no pass calls

@@ -42,11 +42,8 @@ class ModelInputs:
         self.positions = plan.positions
         self.cross: Any = None  # attention of the running pass to what an encoder has read
 
-    def join(self, encoded: Any) -> None:
-        """Set what an encoder has read for the rows of the next prompts."""
-
-    def joining(self) -> AbstractContextManager[None]:
-        """A block whose passes are only over the rows of new prompts."""
+    def joining(self, encoded: Any) -> AbstractContextManager[None]:
+        """A block whose passes are only over the rows of new prompts, for which an encoder has read `encoded`."""
         return nullcontext()
 
     def read(self) -> Tensor | None:

@@ -88,7 +88,7 @@ class NgramProposer(Proposer):
         if self._pool is not None:
             texts.append(self._pool)
         bounds = (1, _LONGEST_KEY, _MAX_LINKS)
-        shared = max(1, len(text) - _LONGEST_KEY)  # finds continuations of the end of the prompt
+        shared = max(1, 1 + prompt.size - _LONGEST_KEY)  # finds continuations of the end of the prompt
         self._is_shared |= bool(self._rows)
         self._rows[row] = _NgramRow(text, Search(texts, self._rates, self._recycled, bounds, live), shared)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from lookahead.drafting.proposal import (
     Feedback,
     IntArray,
     Proposal,
+    Proposer,
     ProposerFactory,
-    batch_propose_fn,
 )
 from lookahead.errors import ProposerError
 
@@ -46,7 +47,7 @@ class ValidatedProposer(BatchProposer):
         if not isinstance(sources, tuple) or not sources or not all(isinstance(source, str) for source in sources):
             raise ProposerError(f"sources of the proposer {self._name} must be a tuple of names, got {sources!r}")
         self._proposer = proposer
-        self._ask_rows = batch_propose_fn(proposer)
+        self._ask_rows = getattr(proposer, "propose_batch", partial(Proposer.propose_batch, proposer))
         self._call, self._budget = call, budget
         self._is_new = True  # not called since it got a row
         self._unasked: dict[int, int] = {}  # steps since its last call, by row

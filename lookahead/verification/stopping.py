@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria
+from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from lookahead.model.known_code import is_known
+from lookahead.model.known_code import CRITERIA
 from lookahead.verification.acceptance import Acceptance
 from lookahead.verification.per_row import is_per_row
 from lookahead.verification.sampling import foreign_processor
@@ -20,8 +20,6 @@ from lookahead.verification.sampling import foreign_processor
 FinishReason = Literal["stop", "length", "criteria"]
 """Why an output ended: an end-of-sequence token or a stop string, a limit on its length, or another criterion."""
 
-# Criteria that treat every row separately and keep no state. A subclass may differ.
-_ROW_WISE = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
 _REASONS: dict[type, FinishReason] = {EosTokenCriteria: "stop", StopStringCriteria: "stop", MaxLengthCriteria: "length"}
 
 
@@ -44,20 +42,6 @@ class StoppingRule:
     max_length: int
     eos_tokens: frozenset[int]
     custom: tuple[tuple[FinishReason, Callable[[Tensor, Sequence[Tensor]], bool]], ...] = ()
-
-    @property
-    def runs_to_limit(self) -> bool:
-        """Whether only the limit ends an output."""
-        return not (self.custom or self.eos_tokens)
-
-    @property
-    def ends_together(self) -> bool:
-        """Whether transformers continues a row that a criterion ended until all rows of its batch have ended."""
-        return bool(self.custom) and not self.eos_tokens
-
-    def within(self, context: int | None, padding: int = 0) -> StoppingRule:
-        """The rule for a context of `context` tokens, None for no limit; one token may follow a full context."""
-        return self if context is None else replace(self, max_length=min(self.max_length, padding + context + 1))
 
 
 def end_tokens(value: Any) -> list[int]:
@@ -84,7 +68,7 @@ def has_own(options: Mapping[str, Any]) -> bool:
 
 def stateful_name(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> str:
     """The name of the first processor or criterion that may keep a state or look across rows, or an empty string."""
-    others = [each for each in criteria if type(each) not in _ROW_WISE or not is_known(type(each).__call__)]
+    others = [criterion for criterion in criteria if type(criterion) not in CRITERIA]
     names = [str(getattr(other, "__qualname__", type(other).__qualname__)) for other in others]  # it may be a function
     return next(iter(names), "") or foreign_processor(processors, config)
 
@@ -124,13 +108,12 @@ def stopping_rule(criteria: StoppingCriteriaList, config: GenerationConfig) -> S
     """Separate the criteria that count tokens from those that must be called."""
     eos, limits, others = set[int](), list[int](), list[Any]()
     for criterion in criteria:
-        kind = type(criterion)
-        if kind not in (EosTokenCriteria, MaxLengthCriteria) or not is_known(kind.__call__):
-            others.append(criterion)
-        elif kind is EosTokenCriteria:
-            eos.update(cast(EosTokenCriteria, criterion).eos_token_id.flatten().tolist())
+        if type(criterion) is EosTokenCriteria:
+            eos.update(criterion.eos_token_id.flatten().tolist())
+        elif type(criterion) is MaxLengthCriteria:
+            limits.append(criterion.max_length)
         else:
-            limits.append(cast(MaxLengthCriteria, criterion).max_length)
+            others.append(criterion)
     shows_scores = config.return_dict_in_generate and config.output_scores
 
     def ask(criterion: StoppingCriteriaList, ids: Tensor, scores: Sequence[Tensor]) -> bool:

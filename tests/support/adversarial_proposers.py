@@ -9,20 +9,19 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead.drafting.proposal import Feedback, IntArray, Proposal
+from lookahead.drafting.proposal import Feedback, IntArray, Proposal, Proposer
 
 Offer = Callable[[int, list[int], int], Proposal | None]
 
 
-class Scripted:
+class Scripted(Proposer):
     """A proposer that returns the proposals of a function.
 
     Args:
         offer: Takes a row's index in the batch, its text so far and the maximum number of nodes; returns a proposal.
     """
 
-    sources, needs_argmax, needs_top, hidden_layers = ("scripted",), False, False, ()
-    reads_inputs = False
+    sources = ("scripted",)
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer

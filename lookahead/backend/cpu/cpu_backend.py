@@ -42,8 +42,8 @@ class CpuParts(NamedTuple):
     mixers: dict[nn.Module, TreeMixer]  # recurrent modules
 
     @classmethod
-    def of(cls, model: Any, served: nn.Module, *, packs: bool, has_trees: bool) -> CpuParts:
-        """The parts of a model as it is now.
+    def of(cls, model: Any, served: Any, *, packs: bool, has_trees: bool) -> CpuParts:
+        """Find the parts of a model.
 
         Args:
             model: The model.
@@ -51,12 +51,6 @@ class CpuParts(NamedTuple):
             packs: Whether linear layers may keep packed copies of their weights.
             has_trees: Whether its attention takes trees.
         """
-        name = "parts for a CPU", packs, has_trees, served is model, torch.get_num_threads()
-        make = partial(cls._find, model, served, packs, has_trees)
-        return plan_of(model).part(name, form_of(model).number, make)
-
-    @classmethod
-    def _find(cls, model: Any, served: Any, packs: bool, has_trees: bool) -> CpuParts:
         linears, fused = LinearScope(served, packs=packs), find_fused(served)
         mixers = find_mixers(model) if served is model else {}
         # Chains are verified under the model's own masks, which a user may have changed.
@@ -137,8 +131,10 @@ class CpuBackend(TorchBackend):
     @contextmanager
     def _patched(self) -> Iterator[None]:
         if not (self._is_draft and self._has_parts):
-            self._parts = CpuParts.of(self._model, self._served, packs=self._packs, has_trees=self._scope is not None)
-            self._has_parts = True
+            model, served, packs, has_trees = self._model, self._served, self._packs, self._scope is not None
+            name = "parts for a CPU", packs, has_trees, served is model, torch.get_num_threads()
+            make = partial(CpuParts.of, model, served, packs=packs, has_trees=has_trees)
+            self._parts, self._has_parts = plan_of(model).part(name, form_of(model).number, make), True
         mixers: Mapping[Any, MixTrees] = self._parts.mixers
         self._mixers = mixers if self._mixing.by_kernels else {}
         if self._has_samples:
@@ -204,7 +200,8 @@ class CpuBackend(TorchBackend):
         if self._rows > 1 and self._is_half:
             one_call = one_call or "passes over several rows are where each keeps the bits it has alone"
         quantized = kinds_in_words(self._model) if getattr(self._model, "is_quantized", False) else ""
-        threads = getattr(whole, "thread_count", 1)
+        most = torch.get_num_threads()
+        threads = state_of(self._model).threads.get(most, most) if isinstance(whole, WholePass) else 1
         shared = "; ".join(filter(None, (getattr(whole, "detail", ""), f"on {threads} threads" if threads > 1 else "")))
         mixers, states = len(self._mixers), len(self.cache.states)
         mixed = f"{mixers} of {states} layers" if mixers else "they are for gated delta nets and short convolutions"

@@ -242,12 +242,6 @@ class WholePass:
             before[module] = states
         return before
 
-    @property
-    def thread_count(self) -> int:
-        """Threads that share a pass; torch's number before the first pass."""
-        most = torch.get_num_threads()
-        return self._threads.get(most, most)
-
     def _is_small(self, tree_pass: TreePass, cache: TreeCache) -> bool:
         """Whether this is a small pass over trees whose slots and states the table can use."""
         parts, slots, trees = self._parts, cache.slots, tree_pass.trees

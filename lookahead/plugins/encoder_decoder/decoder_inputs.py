@@ -41,12 +41,9 @@ class EncoderInputs(ModelInputs):
         self._rows = EncodedRows(cache, cast(Any, model).get_decoder())
         self._joining, self._is_returned = encoded, False
 
-    def join(self, encoded: Encoded) -> None:
-        self._joining = encoded
-
-    def joining(self) -> AbstractContextManager[None]:
-        """A block whose passes compute cross-attention keys and values for new rows."""
-        encoded, self._joining = self._joining, None
+    def joining(self, encoded: Encoded | None) -> AbstractContextManager[None]:
+        """A block whose passes compute cross-attention keys and values for new rows, or the rows it was made with."""
+        encoded, self._joining = self._joining if encoded is None else encoded, None
         if encoded is None:
             return nullcontext()
         self._is_returned = encoded.is_returned
