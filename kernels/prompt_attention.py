@@ -38,7 +38,7 @@ def is_supported(query: Tensor, keys: Tensor, values: Tensor, *, as_whole: bool 
     """Whether `prompt_attention` accepts these tensors."""
     (width, _, dim), slots = query.shape, len(keys)
     few_queries, few_keys = width % _queries_of(width), slots % BLOCK
-    is_whole = width == slots or (as_whole and (slots - width) % BLOCK == 0)
+    is_whole = width == slots or as_whole
     return (
         query.dtype == keys.dtype == values.dtype == torch.bfloat16
         and query.device.type == "cpu"
@@ -73,7 +73,7 @@ def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, 
     """
     query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
     (width, heads, dim), (slots, kv_heads, _) = query.shape, keys.shape
-    out, blocks, last = torch.empty_like(query), -(-slots // BLOCK), slots % _queries_of(slots)
+    out, blocks, last = torch.empty_like(query), -(-slots // BLOCK), _of_other_order(slots)
     laid_out = torch.empty((2, kv_heads, blocks, BLOCK * dim // 2), dtype=torch.int32, device="cpu")
     places = [tensor.data_ptr() for tensor in (query, keys, values, laid_out, out)]
     numbers = *places, width, heads, dim, slots, kv_heads, bits_of(scale)
@@ -81,12 +81,33 @@ def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, 
         (_lay_out, kv_heads * blocks, numbers, (keys, values, laid_out)),
         (_attend, heads * -(-width // _TOGETHER), numbers, (query, laid_out, out)),
     )
-    if (width == slots or as_whole) and 0 < last < _FEW_KEYS:
+    if (width == slots or as_whole) and last:
         seen = torch.ones(last, slots, dtype=torch.bool, device="cpu").tril(slots - last)
         q, k, v = (each.transpose(0, 1)[None] for each in (query[-last:], keys, values))
         rest = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=heads > kv_heads)
         out[-last:] = rest[0].transpose(0, 1)
     return out
+
+
+def tokens_alike(shared: int, size: int, other: int) -> int:
+    """The first of `shared` tokens that two texts of `size` and `other` tokens read with the same bits.
+
+    A token's sums depend on how many keys its block has in the whole text. All but the last block of the shorter text
+    are whole. In that one the values of both texts are added in parts of the same number of keys, or the tokens up to
+    the first smaller part are alike; the weights of the last keys, fewer than a register holds, are other ones. The
+    last tokens of a text may be multiplied in another order.
+    """
+    shared = min(shared, *(length - _of_other_order(length) for length in (size, other)))
+    begin = min(size, other) // BLOCK * BLOCK
+    keys = [min(BLOCK, length - begin) for length in (size, other)]
+    terms, registers = [_terms_of(count) for count in keys], min(keys) // LANES * LANES
+    return min(shared, begin + (registers if terms[0] == terms[1] else min(*terms, registers)))
+
+
+def _of_other_order(slots: int) -> int:
+    """How many of the last tokens of a text torch multiplies in another order, since they are few."""
+    last = slots % _queries_of(slots)
+    return last if last < _FEW_KEYS else 0
 
 
 def _queries_of(width: int) -> int:

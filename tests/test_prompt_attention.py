@@ -14,9 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import exact_attention
-from lookahead.backend.cpu.exact_attention import attend_prompts, has_bits_of_prompts
+from lookahead.backend.cpu.exact_attention import _cancelling, attend_prompts, has_bits_of_prompts
 from lookahead.kernels import prompt_attention
-from lookahead.kernels.prompt_attention import FEWEST
+from lookahead.kernels.prompt_attention import FEWEST, tokens_alike
 from lookahead.model.known_code import arithmetic_flags
 
 has_kernel = pytest.mark.skipif(not has_bits_of_prompts(64), reason="this CPU adds in another order")
@@ -47,6 +47,25 @@ def by_kernel(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 def test_a_prompt_of_any_length_has_the_bits_of_torch(width):
     tensors = tensors_of(width, width, 6, 2, 64)
     assert torch.equal(by_kernel(*tensors), by_torch(*tensors))
+
+
+@has_kernel
+@pytest.mark.parametrize(
+    ("size", "other"),
+    [(40, 90), (95, 118), (150, 250), (190, 400), (227, 300), (300, 512), (386, 500), (442, 745), (513, 600),
+     (589, 600), (604, 784), (703, 1000), (780, 1300)],
+)  # fmt: skip
+def test_two_texts_that_begin_alike_share_the_bits_that_are_promised(size, other):
+    for query, keys, values in _cancelling(torch.bfloat16, 2, 2, 64, (other,)):
+        tensors = [each[0].transpose(0, 1) for each in (query, keys, values)]
+        short, long = by_torch(*(each[:size] for each in tensors)), by_torch(*tensors)
+        for shared in {size // 2, size}:
+            alike = tokens_alike(shared, size, other)
+            assert alike == tokens_alike(shared, other, size) and alike >= min(shared, 96, size - size % 32)
+            assert torch.equal(short[:alike], long[:alike])
+            rest = [tensors[0][alike:], *tensors[1:]]
+            assert prompt_attention.is_supported(*rest, as_whole=True)
+            assert torch.equal(prompt_attention.prompt_attention(*rest, 64**-0.5, as_whole=True), long[alike:])
 
 
 @has_kernel

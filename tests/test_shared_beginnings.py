@@ -1,6 +1,6 @@
 """Prompts that begin alike: the beginning is read once, and the others copy its keys and values.
 
-In half precision they copy whole blocks, with the bits of each prompt alone.
+In half precision they copy what has the bits of each prompt alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lookahead.backend.prompt_groups import PromptGroup, groups_of
 from lookahead.decoding.prompts import PromptReader
 from lookahead.decoding.request import Completion
 from lookahead.decoding.scheduler import Scheduler
+from lookahead.kernels.prompt_attention import tokens_alike
 from lookahead.verification.per_row import PerRow
 from tests.support.families import FAMILIES, build
 from tests.test_half_precision import made
@@ -76,7 +77,7 @@ def test_a_prompt_copies_from_the_running_row_that_shares_most(tiny_tokenizer):
     assert [one.stats.reused_tokens for one in done] == [len(DOCUMENT), 44, 0]
 
 
-def test_half_precision_copies_no_part_of_a_block_as_its_bits_depend_on_the_whole_text(tiny_tokenizer):
+def test_half_precision_copies_nothing_where_no_kernel_has_the_bits_of_the_whole_text(tiny_tokenizer):
     model = made("llama", torch.bfloat16)
     done = list(lookahead.stream_many(model, tiny_tokenizer, QUESTIONS, rows=3, **OPTIONS))
     assert [one.stats.reused_tokens for one in done] == [0, 0, 0]
@@ -93,9 +94,10 @@ def long_prompts(*sizes: int) -> list[np.ndarray]:
 
 @has_kernel
 @pytest.mark.parametrize(
-    "sizes", [(1140, 1100, 1026, 1030), (1281, 1283, 1500), (517, 530, 1025, 1290), (600, 514, 513)]
+    "sizes",
+    [(1140, 1100, 1026, 1030), (1281, 1283, 1500), (517, 530, 1025, 1290), (600, 514, 513), (90, 130, 410, 480)],
 )
-def test_half_precision_copies_whole_blocks_with_the_bits_of_each_prompt_alone(sizes):
+def test_half_precision_copies_what_keeps_the_bits_of_each_prompt_alone(sizes):
     model, prompts = wide("llama"), long_prompts(*sizes)
     alone = CpuBackend(model, rows=len(prompts), capacity=1600)
     with alone.serving():
@@ -105,9 +107,11 @@ def test_half_precision_copies_whole_blocks_with_the_bits_of_each_prompt_alone(s
         logits = backend.read(prompts, texts=[])
     assert torch.equal(logits, expected)
     longest = [
-        max((min(size - 2, other - 1) // 512 * 512 for other in sizes[:at]), default=0) for at, size in enumerate(sizes)
+        max((min(size - 2, tokens_alike(min(size, other) - 1, other, size)) for other in sizes[:at]), default=0)
+        for at, size in enumerate(sizes)
     ]
-    assert backend.reused_tokens == longest
+    assert all(0 <= most - copied < 16 for most, copied in zip(longest, backend.reused_tokens, strict=True))
+    assert all(backend.reused_tokens[1:])
     for row in range(len(prompts)):
         ours, theirs = (some.cache.extract_row(row).kv for some in (backend, alone))
         assert all(map(torch.equal, sum(ours.values(), ()), sum(theirs.values(), ())))
@@ -128,7 +132,7 @@ def test_long_prompts_of_many_share_blocks_if_a_comparison_allows_it(fault, tiny
     done.sort(key=lambda one: one.index)
     assert [one.token_ids for one in done] == expected
     assert [one.stats.exactness for one in done] == ["bitwise"] * 3
-    assert sorted(one.stats.reused_tokens for one in done) == ([0, 0, 0] if fault else [0, 1024, 1024])
+    assert sorted(one.stats.reused_tokens for one in done) == ([0, 0, 0] if fault else [0, 1056, 1072])
 
 
 def test_nothing_is_copied_from_a_row_that_other_weights_have_read(tiny_tokenizer):

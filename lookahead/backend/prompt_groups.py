@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,6 +13,7 @@ from lookahead.drafting.tree import IntArray
 from lookahead.model.cache import TreeCache, TreeLayer
 
 _FEWEST_SHARED = 16  # tokens that are worth copying
+Alike = Callable[[int, int, int], int]
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ def groups_of(
     texts: Sequence[IntArray] | None,
     most: int,
     fewest: int,
-    step: int = 1,
+    alike: Alike = min,
 ) -> list[PromptGroup]:
     """Group prompts in order.
 
@@ -52,13 +53,13 @@ def groups_of(
         texts: The tokens in the cache for each row before the prompts; None if nothing may be copied.
         most: Maximum tokens of a pass over several prompts. A prompt with more is read alone.
         fewest: Minimum tokens of a prompt that is read with others, and that are left of one that copies a beginning.
-        step: Tokens that are copied are a multiple of it.
+        alike: How many of the first tokens that two texts share may be copied, by that number and their lengths.
     """
     groups, open_group = list[PromptGroup](), PromptGroup(0)
     for at, (prompt, held) in enumerate(zip(prompts, cached, strict=True)):
         source = -1
         if texts is not None:
-            longer = partial(_longer, prompt, fewest=fewest, step=step)
+            longer = partial(_longer, prompt, fewest=fewest, alike=alike)
             source, held = longer([*texts, *prompts[: open_group.first]], 0, held)
             if open_group.copies:  # its beginnings are copied only once that group is read
                 inner = longer(prompts[open_group.first : at], len(texts) + open_group.first, held)
@@ -76,18 +77,20 @@ def groups_of(
 
 
 def _longer(
-    prompt: IntArray, others: Sequence[IntArray], first: int, held: int, *, fewest: int, step: int
+    prompt: IntArray, others: Sequence[IntArray], first: int, held: int, *, fewest: int, alike: Alike
 ) -> tuple[int, int]:
     """The text, numbered from `first`, that shares the longest beginning with a prompt, and its tokens.
 
     -1 and `held` if no text shares enough more than `held` tokens.
     """
-    shared = [min(_shared(prompt, other), len(prompt) - fewest) // step * step for other in others]
+    shared = [
+        min(alike(shared_tokens(prompt, other), len(other), len(prompt)), len(prompt) - fewest) for other in others
+    ]
     best = max(range(len(shared)), key=shared.__getitem__, default=-1)
     return (first + best, shared[best]) if shared and shared[best] >= held + _FEWEST_SHARED else (-1, held)
 
 
-def _shared(some: IntArray, others: IntArray) -> int:
+def shared_tokens(some: IntArray, others: IntArray) -> int:
     """Length of the common beginning of two texts in tokens."""
     size = min(len(some), len(others))
     differs = np.flatnonzero(some[:size] != others[:size])

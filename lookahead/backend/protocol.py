@@ -136,8 +136,8 @@ class Backend(Protocol):
             encoded: Encoder outputs of these rows, which join the batch with it.
             texts: Tokens in the cache for each row before `first`, from its beginning. A prompt copies the keys and
                 values of the text, or earlier prompt, that begins most like it. None if it must not.
-            as_whole: Whether the cached prefixes are copies of whole blocks, behind which half-precision prompts have
-                the bits that they have in a pass over the whole.
+            as_whole: Whether half-precision prompts have the bits of a pass over the whole behind their cached
+                prefixes, which have these bits.
             on_prefill: Called before the first pass and after every pass.
 
         Returns:

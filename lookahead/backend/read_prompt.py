@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.backend.choice import backend_for
 from lookahead.backend.probes import continues_texts
+from lookahead.backend.prompt_groups import Alike, shared_tokens
 from lookahead.backend.protocol import BitPolicy, OnPrefill
 from lookahead.backend.self_check import keeps_solo_bits, packs_prompts, shares_beginnings
 from lookahead.drafting.tree import IntArray
-from lookahead.kernels.weighted_sums import BLOCK
+from lookahead.kernels.prompt_attention import tokens_alike
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import may_keep_states, picks_keys, prefills_at_once
 from lookahead.model.model_kind import kind_of
@@ -144,8 +144,8 @@ class PrefixStore:
 
     Args:
         most_bytes: Size limit in bytes; the least recently used text is dropped first. 0 keeps nothing.
-        keeps_bits: Whether prompts copy only whole blocks, whose bits in half precision do not depend on what follows
-            them in a text. The texts must be prompts: passes over single tokens compute other bits.
+        keeps_bits: Whether prompts copy only tokens whose bits in half precision do not depend on what follows them in
+            a text. The texts must be prompts: passes over single tokens compute other bits.
 
     Attributes:
         newest: The number of texts that were put.
@@ -154,8 +154,8 @@ class PrefixStore:
     def __init__(self, most_bytes: int, *, keeps_bits: bool = False) -> None:
         self.most_bytes, self.keeps_bits, self._lock = most_bytes, keeps_bits, Lock()
         # A product of one token has other bits than those of several.
-        self._step, self._fewest_left = (BLOCK, 2) if keeps_bits else (1, 1)
-        self._fewest = max(_FEWEST_TOKENS, self._step)
+        self._fewest_left = 2 if keeps_bits else 1
+        self._alike: Alike = tokens_alike if keeps_bits else min
         # By number: the tokens, their KV, its bytes, and the salt.
         self._texts: OrderedDict[int, tuple[IntArray, RowCopy, int, str]] = OrderedDict()
         self.newest = 0
@@ -170,29 +170,33 @@ class PrefixStore:
         """The text of that salt with the longest common prefix; some tokens of the prompt are left to read."""
         with self._lock:
             shared = {
-                key: _usable(tokens, ids, is_whole=bool(held.states))
+                key: self._usable(tokens, ids, is_whole=bool(held.states))
                 for key, (tokens, held, _, owner) in self._texts.items()
                 if owner == salt
             }
             best = max(shared, key=shared.__getitem__, default=None)
-            tokens = 0 if best is None else min(shared[best], len(ids) - self._fewest_left) // self._step * self._step
-            if best is None or tokens < self._fewest:
+            if best is None or shared[best] < _FEWEST_TOKENS:
                 return Prefix(None, 0)
             self._texts.move_to_end(best)
-            return Prefix(self._texts[best][1], tokens, self.keeps_bits)
+            return Prefix(self._texts[best][1], min(shared[best], len(ids) - self._fewest_left), self.keeps_bits)
+
+    def _usable(self, text: IntArray, ids: IntArray, *, is_whole: bool) -> int:
+        """How many tokens of a text a prompt may copy; all or none if `is_whole`."""
+        shared = self._alike(shared_tokens(text, ids), len(text), len(ids))
+        return shared if not is_whole or shared == len(text) < len(ids) else 0
 
     def put(self, ids: IntArray, held: RowCopy, salt: str = "") -> None:
         """Keep the KV of a text for prompts of that salt; it replaces their texts that are a prefix of it."""
         nbytes = sum(each.nbytes for pair in held.kv.values() for each in pair)
         nbytes += sum(each.nbytes for of_layer in held.states.values() for each in of_layer.values())
-        if len(ids) < self._fewest or nbytes > self.most_bytes or not nbytes:
+        if len(ids) < _FEWEST_TOKENS or nbytes > self.most_bytes or not nbytes:
             return
         with self._lock:
             texts = [(key, tokens) for key, (tokens, _, _, owner) in self._texts.items() if owner == salt]
             for key, tokens in texts:
-                if _shared(tokens, ids) == len(tokens):
+                if shared_tokens(tokens, ids) == len(tokens):
                     del self._texts[key]
-                elif _shared(tokens, ids) == len(ids):
+                elif shared_tokens(tokens, ids) == len(ids):
                     return
             self.newest += 1
             self._texts[self.newest] = ids, held, nbytes, salt
@@ -204,19 +208,6 @@ class PrefixStore:
             self.most_bytes = most_bytes
             while sum(nbytes for _, _, nbytes, _ in self._texts.values()) > most_bytes:
                 self._texts.popitem(last=False)
-
-
-def _usable(text: IntArray, ids: IntArray, *, is_whole: bool) -> int:
-    """How many tokens of a text a prompt may copy; all or none if `is_whole`."""
-    shared = _shared(text, ids)
-    return shared if not is_whole or shared == len(text) < len(ids) else 0
-
-
-def _shared(some: IntArray, others: IntArray) -> int:
-    """Length of the common prefix of two texts in tokens."""
-    size = min(len(some), len(others))
-    differs = np.flatnonzero(some[:size] != others[:size])
-    return int(differs[0]) if len(differs) else size
 
 
 def prefixes_of(model: PreTrainedModel, most_bytes: int, *, rounds: bool = False) -> PrefixStore:

@@ -22,6 +22,7 @@ from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_
 from lookahead.backend.protocol import BitPolicy, Shape
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError, is_out_of_memory, with_place
+from lookahead.kernels.prompt_attention import tokens_alike
 from lookahead.kernels.weighted_sums import BLOCK
 from lookahead.model.facts import decoder_vocabulary, rope_parameters_of
 from lookahead.model.model_kind import kind_of
@@ -33,7 +34,7 @@ _SMALL_MODEL = 1 << 22  # parameters; up to this size several trees are compared
 _TRIALS = 8
 _LONGEST = 5  # depth of those trees
 _PACKED_SIZES = 3, 40, 9, 17  # tokens of prompts
-_BEHIND = 20  # tokens behind a copied block
+_BEHIND, _SHORTER = 20, 430  # tokens behind a block of keys, and of a text that begins alike
 _ROOT = np.zeros(1, np.int32)  # the path of the root alone, the last token of a prompt
 
 
@@ -138,12 +139,12 @@ def _keep_bits_packed(model: PreTrainedModel) -> bool:
 
 
 def shares_beginnings(model: PreTrainedModel) -> bool:
-    """Whether half-precision prompts may copy the keys and values of whole blocks of a prompt that begins alike.
+    """Whether half-precision prompts may copy keys and values of a prompt that begins alike, as far as bits are alike.
 
-    `packs_prompts` must hold. The first call for a model compares a text behind its own first block with the text read
-    as a whole.
+    `packs_prompts` must hold. The first call for a model compares a text behind the beginning of a shorter one with the
+    text read as a whole.
     """
-    name = f"common beginnings, {torch.get_num_threads()} threads"
+    name = f"beginnings of other lengths, {torch.get_num_threads()} threads"
     return state_of(model).probed(name, model, partial(_keep_bits_behind_copies, model), truth)
 
 
@@ -152,16 +153,17 @@ def _keep_bits_behind_copies(model: PreTrainedModel) -> bool:
     if not keeps_bits_of_long_texts(model):
         return False
     text = (np.arange(BLOCK + _BEHIND, dtype=np.int32) * 7 + 1) % decoder_vocabulary(model)
-    backend = CpuBackend(model, rows=2, capacity=len(text), packs_prompts=True, shares_beginnings=lambda: True)
+    backend = CpuBackend(model, rows=3, capacity=len(text), packs_prompts=True, shares_beginnings=lambda: True)
     try:
         with backend.serving():
-            logits = backend.read([text, text], texts=[])
+            alone = backend.read([text])
+            behind = backend.read([text[:_SHORTER], text], 1, texts=[text[:0]])[1:]
     except UnsupportedModelError:
         return False
-    if backend.reused_tokens != [0, BLOCK]:
+    if backend.reused_tokens != [0, tokens_alike(_SHORTER, _SHORTER, len(text))]:
         return False
-    rows = [backend.cache.extract_row(row).kv for row in range(2)]
-    return torch.equal(*logits) and all(map(torch.equal, *(sum(kv.values(), ()) for kv in rows)))
+    rows = [backend.cache.extract_row(row).kv for row in (0, 2)]
+    return torch.equal(alone, behind) and all(map(torch.equal, *(sum(kv.values(), ()) for kv in rows)))
 
 
 def serves_experts(model: PreTrainedModel) -> bool:

@@ -20,7 +20,7 @@ from lookahead.backend.tree_pass import AttentionSpan, PackedPrompts, TreePass
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.kernels import dispatch
-from lookahead.kernels.weighted_sums import BLOCK
+from lookahead.kernels.prompt_attention import tokens_alike
 from lookahead.model.attention import AttentionScope
 from lookahead.model.cache import TreeCache
 from lookahead.model.level_calls import MixTrees
@@ -153,7 +153,7 @@ class TorchBackend:
             first: The first row.
             encoded: Encoder outputs of the rows.
             texts: Tokens in the cache for each row before `first`.
-            as_whole: Whether the cached prefixes are copies of whole blocks.
+            as_whole: Whether prompts have the bits of a pass over the whole behind their cached prefixes.
             on_prefill: Called before the first pass and after every pass.
         """
         self.reused_tokens, self._has_copies = [0] * len(prompts), self._is_half and as_whole
@@ -180,21 +180,19 @@ class TorchBackend:
         """The prompts that are read in one pass each.
 
         Recurrent layers read prompts alone: padding after a shorter one would change its states. So do half-precision
-        layers a prompt of one token, whose products have other bits. There beginnings are copied in whole blocks, whose
-        bits do not depend on the rest of the text.
+        layers a prompt of one token, whose products have other bits. There beginnings are copied as far as their bits
+        do not depend on the rest of the text.
         """
         cached = self.cache.slots.lengths[first : first + len(prompts)].tolist()
-        most, step, fewest = 0 if self.cache.states else PREFILL_CHUNK, 1, 1
-        if self._is_half:
-            step, fewest = BLOCK, 2
+        most, fewest = 0 if self.cache.states else PREFILL_CHUNK, 2 if self._is_half else 1
         texts = texts if self.packs_prompts else None
-        groups = groups_of(prompts, cached, texts, most, fewest, step)
+        groups = groups_of(prompts, cached, texts, most, fewest, tokens_alike if self._is_half else min)
         if self._is_half and any(source >= 0 for group in groups for source, _ in group.copies):
             groups = groups if self._shares_beginnings() else groups_of(prompts, cached, None, most, fewest)
         return groups
 
     def _shares_beginnings(self) -> bool:
-        """Whether half-precision prompts may copy whole blocks of other prompts."""
+        """Whether half-precision prompts may copy beginnings of other prompts."""
         return False
 
     def _read_in_groups(

@@ -257,8 +257,8 @@ def stream_many(
             encoder's input, waits until there is room for it and its output; one that needs more than the capacity is
             decoded alone.
         prefix_bytes: Bytes of keys and values of earlier texts to keep: a prompt that starts with one of them reads
-            only the rest, counted in `stats.reused_tokens`. In half precision whole blocks of 512 tokens of earlier
-            prompts are reused where this keeps every bit, and nothing elsewhere. 0 reads every prompt whole.
+            only the rest, counted in `stats.reused_tokens`. In half precision earlier prompts are reused as far as this
+            keeps every bit. 0 reads every prompt whole.
         **generate_kwargs: Options of `model.generate`; a `temperature` means sampling, as for `generate`. Processors
             and criteria must be transformers' own and keep no state. Pass custom ones as `per_row`.
 

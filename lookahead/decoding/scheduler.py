@@ -45,7 +45,7 @@ class Scheduler:
         seed: Seed of the request with index 0.
         predicts: Whether prompts may come with predictions.
         rounds_prefixes: Whether half-precision prompts reuse earlier texts as far as they share them, which may change
-            tokens; else whole blocks that change no bit.
+            tokens; else as far as that changes no bit.
         is_mixed: Whether requests have options of their own, as those of a server; long prompts are then read on
             another thread, so that running outputs continue meanwhile; on a GPU between two steps.
         on_prefill: As in `generate`.

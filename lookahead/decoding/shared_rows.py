@@ -58,7 +58,7 @@ class SharedRows:
             model=reader.model,
             config=self._config,
             tokenizer=reader.tokenizer,
-            keep_cache=ahead is not None and ahead.store.most_bytes > 0 and not ahead.store.keeps_bits,
+            keep_cache=ahead is not None and ahead.store.most_bytes > 0,
             predicts=predicts,
         )
         self._rows, self._cache_tokens, self._ahead = rows, cache_tokens, ahead
@@ -150,7 +150,10 @@ class SharedRows:
         request.is_over, row = True, request.row
         held = self.engine.kept.pop(row.index, None)
         if held is not None and self._ahead is not None:
-            self._ahead.store.put(row.text[: held.tokens], held, request.salt)
+            store = self._ahead.store
+            tokens = request.stats.prompt_tokens if store.keeps_bits else held.tokens  # outputs have other bits
+            if tokens <= held.tokens:
+                store.put(row.text[:tokens], held, request.salt)
 
     def _admit(self, waiting: deque[Request]) -> list[Request]:
         """Admit requests in order while rows and room are free; returns those that left the queue."""

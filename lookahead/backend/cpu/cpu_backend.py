@@ -74,7 +74,7 @@ class CpuBackend(TorchBackend):
         has_samples: Whether one recurrent layer of every kind runs its own code, with which kernels are compared.
         is_draft: Whether the model only drafts. What kernels compute of it is then found once, not at every service.
         packs_prompts: Whether `read` takes several prompts without padding, as `self_check.packs_prompts` allows.
-        shares_beginnings: Tells whether half-precision prompts may copy whole blocks of others.
+        shares_beginnings: Tells whether half-precision prompts may copy beginnings of others.
         **options: Options of `TorchBackend`.
     """
 
