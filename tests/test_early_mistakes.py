@@ -38,7 +38,7 @@ EARLY = [
     (["chat", "--dtype", "x"], "dtype must be"),
     (["serve", "--quantize", "x"], "quantize must be"),
     (["serve", "--port", "PORT"], "cannot listen on port PORT of localhost: Address already in use"),
-    (["train", "foo", "--data", "a.txt", "-o", "h"], "the kind of heads must be medusa or eagle3; 'foo' is unknown"),
+    (["train", "foo", "--data", "a.txt", "-o", "h"], "'medusa', 'eagle3'"),
     (["train", "medusa", "--data", "gone", "-o", "h"], "gone: No such file or directory"),
     (["train", "medusa", "--data", "a.txt", "-o", "h"], "a.txt:1: not valid JSON"),
     (["pool", "info", "a.txt"], "a.txt: not a pool file"),

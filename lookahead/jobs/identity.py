@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from lookahead.summarization.prompting import SummaryRequest
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lookahead import LoadedModel, LookaheadConfig
     from lookahead.documents.decode_text import DocumentId
+    from lookahead.summarization.prompting import SummaryRequest
     from lookahead.summarization.summarizer import Summarizer
 
 _repr = Repr()
 _repr.maxstring = 80
 shortened = _repr.repr  # shortens a value in an error message: a prompt may be pages long
 _OFF = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}  # values that turn an option off
+
+
+def _default_request() -> SummaryRequest:
+    from lookahead.summarization.prompting import SummaryRequest  # commands that summarize nothing do not load it
+
+    return SummaryRequest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,7 @@ class JobSettings:
     device: str | None = None
     quantize: str | None = None
     threads: int | None = None
-    request: SummaryRequest = field(default_factory=SummaryRequest)
+    request: SummaryRequest = field(default_factory=_default_request)
     max_new_tokens: int = 200
     num_beams: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
