@@ -96,8 +96,8 @@ class TorchBackend:
         """Start with an empty cache of `capacity` slots per row, outside `serving`. Users keep the previous cache."""
         if cache is None:
             cache = TreeCache(rows=self._rows, capacity=capacity, windows=self._windows, like=self._like)
-        self._inputs, self.cache = self._make_inputs(self._model, cache), cache
-        self.positions, self.counts_nodes = self._inputs.positions, self._inputs.counts_nodes
+        self._inputs = inputs = self._make_inputs(self._model, cache)  # which may have a cache of their own
+        self.cache, self.positions, self.counts_nodes = inputs.cache, inputs.positions, inputs.counts_nodes
         self._states = StateScope(self._model, cache) if self._like else None
 
     @contextmanager
