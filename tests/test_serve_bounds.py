@@ -124,7 +124,8 @@ def test_the_work_of_a_request_is_done_once_for_all_choices(server, monkeypatch)
     assert sorted(calls) == ["__init__", "plan"]
 
 
-def test_a_prediction_is_cut_to_what_the_answer_can_hold_before_it_is_tokenized(server, monkeypatch):
+@pytest.mark.parametrize("longest", [5, 500])
+def test_a_prediction_is_cut_to_what_the_answer_can_hold_before_it_is_tokenized(longest, server, monkeypatch):
     translator, most = server.models.wait().translator, 8
     tokenizer: Any = translator._tokenizer
     sizes, own = list[int](), type(tokenizer).__call__
@@ -134,11 +135,12 @@ def test_a_prediction_is_cut_to_what_the_answer_can_hold_before_it_is_tokenized(
         return own(self, text, *arguments, **options)
 
     monkeypatch.setattr(type(tokenizer), "__call__", call)
+    monkeypatch.setattr(translator, "_longest", longest)  # bytes of a token
     prediction = {"type": "content", "content": "ab" * 100_000}
     body = {"messages": [{"role": "user", "content": "abc"}], "prediction": prediction, "n": 8, "max_tokens": most}
     (request,) = translator.of_chat(parsed(ChatBody, json.dumps(body).encode()))
     assert request.choices == 8 and len(request.prediction) >= most
-    assert max(sizes) <= most * max(map(len, tokenizer.get_vocab()))
+    assert max(sizes) <= most * min(longest, 16)
 
 
 def test_what_is_read_for_clients_that_left_is_given_up(folder, monkeypatch):

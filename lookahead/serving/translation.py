@@ -48,6 +48,7 @@ _INFILL = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )  # fmt: skip
+_REACH = 16  # characters of a prediction for each token of an output, which may leave parts out
 _AS_THEY_ARE = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
@@ -243,7 +244,7 @@ class Translator:
     def _prediction(self, body: GenerationBody, most: int | None) -> list[int] | None:
         """The tokens of the expected output, as far as an output can reach."""
         text = "" if body.prediction is None else text_of(body.prediction.content)
-        text = text[: min(most or self._most, self._most) * self._longest]
+        text = text[: min(most or self._most, self._most) * min(self._longest, _REACH)]
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else None
 
     def _request(
