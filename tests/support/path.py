@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _FOLDERS = tuple(str(ROOT / name) + "/" for name in ("lookahead", "ngram", "kernels"))
 PROMPTS = "one fine day a cat saw one fine day", "the sea, the sea", "a dog sat by the door. the dog sat"
 ENGINE = "lookahead/engine/engine.py"
-_NEW = 64  # tokens of an output
+_NEW = 256  # tokens of an output: more than three drafts of 64 nodes hold
 _STEPS = range(3, 20)  # of the last call; the first steps lay out the table of a pass
 _SIZE, _TOKENS = 256, 320  # the smallest layers that are packed
 
