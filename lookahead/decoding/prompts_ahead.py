@@ -55,7 +55,13 @@ class PromptsAhead:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: LookaheadConfig, prefix_bytes: int, *, is_beside: bool, rounds: bool = False
+        self,
+        model: PreTrainedModel,
+        config: LookaheadConfig,
+        prefix_bytes: int,
+        *,
+        is_beside: bool,
+        rounds: bool = False,
     ) -> None:
         self._model, self._config, self._is_beside = model, config, is_beside
         self._store_of = partial(prefixes_of, model, prefix_bytes, rounds=rounds)
