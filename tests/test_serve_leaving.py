@@ -145,3 +145,25 @@ def test_a_request_to_a_server_that_ends_is_told_why_and_not_of_a_full_queue(fol
         return [running.value, new.value]
 
     assert [(each.status, str(each)) for each in asyncio.run(refused())] == [(503, "the server is shutting down")] * 2
+
+
+def test_an_answer_ends_though_its_client_leaves_just_as_an_update_comes():
+    async def both() -> list[str]:
+        updates, ended = asyncio.Queue[int](), list[str]()
+
+        async def receive() -> dict[str, str]:
+            updates.put_nowait(1)
+            return {"type": "http.disconnect"}
+
+        async def answer() -> None:
+            try:
+                while True:
+                    await asyncio.wait_for(updates.get(), WAIT_S)
+            finally:
+                ended.append("ended")
+
+        with pytest.raises(ClientDisconnect):
+            await unless_left(Request({"type": "http"}, receive), answer())
+        return [*ended]  # `asyncio.run` cancels what is left
+
+    assert asyncio.run(both()) == ["ended"]

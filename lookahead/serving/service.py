@@ -38,6 +38,7 @@ _READERS = 4  # threads for work whose size a client sets
 _WRITERS = 2  # threads for bodies of requests and answers, which take tenths of a second
 _READING_S = 10.0  # time limit of each piece of it
 _BODY_S = 30.0  # time limit for a body to arrive
+_AGAIN_S = 0.1  # time until an answer that nobody waits for is cancelled again
 _log = logging.getLogger(__name__)
 
 
@@ -247,8 +248,10 @@ async def unless_left(request: Request, answering: Coroutine[Any, Any, T]) -> T:
             raise ClientDisconnect
         return working.result()
     finally:
-        working.cancel()
         leaving.cancel()
+        while not working.done():  # `asyncio.wait_for` of Python 3.11 loses a cancellation that comes with a result
+            working.cancel()
+            await asyncio.wait({working}, timeout=_AGAIN_S)
 
 
 async def _disconnect(request: Request) -> None:
