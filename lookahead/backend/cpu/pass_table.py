@@ -73,6 +73,7 @@ class PassTable(KeepsAddresses):
         hidden: Hidden states of any pass, `[1, tokens, size]`.
         rows: Rows of the pass.
         keeps: Hidden states that passes keep, as indices in `output_hidden_states`.
+        slopes: How the numbers of another table of this kind grow, which may have become wrong.
         packs_experts: Whether mixtures may keep packed copies of their weights.
         is_called: Whether queries attend by the model's own function, between two calls; then there is one row.
     """
@@ -86,6 +87,7 @@ class PassTable(KeepsAddresses):
         hidden: Tensor,
         rows: int,
         keeps: tuple[int, ...] = (),
+        slopes: NDArray[np.int64] | None = None,
         *,
         packs_experts: bool = False,
         is_called: bool = False,
@@ -105,18 +107,11 @@ class PassTable(KeepsAddresses):
         self._kept = {place: hidden.new_empty(1, self.most, size) for place in keeps if place}
         self._prepared = prepared_rows([*weights, *of_head], self.most)
         ropes = {rope.kind: rope for layer in parts.layers if (rope := layer.rope)}
-        self._positions = {
-            rope.kind: (
-                *(
-                    hidden.new_empty(
-                        1, self.most, rope.angles,
-                        dtype=torch.float32 if rope.is_wide else hidden.dtype,
-                    )
-                    for _ in range(2)
-                ),
-            )
-            for rope in ropes.values()
-        }  # fmt: skip
+        self._positions = dict[str, tuple[Tensor, ...]]()
+        for rope in ropes.values():
+            dtype = torch.float32 if rope.is_wide else hidden.dtype
+            angles = (hidden.new_empty(1, self.most, rope.angles, dtype=dtype) for _ in range(2))
+            self._positions[rope.kind] = tuple(angles)
         shapes = (rows, 2, MAX_TABLE_NODES), (rows, 4), (self.most,), (rows, 2 + MAX_SHARING)
         self._nodes, self._trees, self._places, self._groups = (np.zeros(shape, np.int64) for shape in shapes)
         self._origins: list[Origin] = []  # of the rows when they were grouped
@@ -133,19 +128,32 @@ class PassTable(KeepsAddresses):
         self.reads_beside, self.tokens = self._beside.shape[2] > 0, range(0)
         self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), settings_of(self._watched)
         written = hidden.new_empty(2)  # two addresses, to see which numbers depend on the output's address
-        step = written[1:].data_ptr() - written.data_ptr()
-        one, two, later, moved = (
-            self._numbers(cache, tokens, slot, written[place:])
-            for tokens, slot, place in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1))
-        )
-        by_token, by_slot, by_address = two - one, later - one, (moved - one) // step
-        base = one - by_token - written.data_ptr() * by_address
-        self._affine = np.stack([base, by_token, by_slot, by_address])
-        self._of_pass: NDArray[np.int64] = np.empty_like(base)  # the numbers of the newest pass
+        # Reading the jobs takes most of the time: with slopes it is done twice, and the second time tells a wrong one.
+        first, other = self._numbers(cache, 1, 0, written), self._numbers(cache, 3, 5, written[1:])
+        self._of_pass: NDArray[np.int64] = np.empty_like(first)  # the numbers of the newest pass
         inputs = self._hidden, *(one for pair in self._positions.values() for one in pair)
         self._inputs, self._address = [one.data_ptr() for one in inputs], self._of_pass.ctypes.data
+        self.is_right = slopes is not None and self._grows(slopes, first, other, written)
+        if slopes is None or not self.is_right:
+            step = written[1:].data_ptr() - written.data_ptr()
+            two, later, moved = (
+                self._numbers(cache, tokens, slot, written[place:])
+                for tokens, slot, place in ((2, 0, 0), (1, 1, 0), (1, 0, 1))
+            )
+            slopes = np.stack([two - first, later - first, (moved - first) // step])
+            self.is_right = self._grows(slopes, first, other, written)
+        self.slopes = slopes  # by a token, by a slot, and by a byte of the output's address
+
+    def _grows(
+        self, slopes: NDArray[np.int64], first: NDArray[np.int64], other: NDArray[np.int64], written: Tensor
+    ) -> bool:
+        """Use slopes from the numbers of a `first` pass; returns whether they give those of another."""
+        if slopes.shape[1] != first.size:
+            return False
+        base = first - slopes[0] - written.data_ptr() * slopes[2]
+        self._affine = np.stack([base, *slopes])
         _lay_out(self._affine, 3, 5, written[1:].data_ptr(), self._of_pass)
-        self.is_right = bool((self._numbers(cache, 3, 5, written[1:]) == self._of_pass).all())
+        return bool((other == self._of_pass).all())
 
     def serves(self, parts: PassParts, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
         """Whether the table is for these weights and module settings, and nothing has moved since."""

@@ -90,6 +90,7 @@ class WholePass:
         self._placeholders = placeholders_of(model.config)
         self._linears, self._family = parts.linears, parts.layers[0].family
         self._threads = threads  # of a pass, by torch's number of threads; kept with the model
+        self._slopes = dict[Hashable, Any]()  # of tables, by their kind
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
         self._with_experts, self._reach = next((layer for layer in parts.layers if layer.experts), None), parts.reach
         self._windows = {limits.window for limits in parts.limits if limits.window}
@@ -215,8 +216,9 @@ class WholePass:
             if any(one.keys.dtype != like.dtype for one in slots) or not (is_called or is_kernel):
                 return None
             places = tuple(layer % (last + 1) for layer in layers)
-            options = {"packs_experts": packs_experts, "is_called": is_called}
-            table = cache.tables[key] = PassTable(parts, weights, of_head, cache, like, rows, places, **options)
+            slopes, options = self._slopes.get(key[1:]), {"packs_experts": packs_experts, "is_called": is_called}
+            table = cache.tables[key] = PassTable(parts, weights, of_head, cache, like, rows, places, slopes, **options)
+            self._slopes[key[1:]] = table.slopes
         fitting = [known[mode].rows for known in self._known if mode in known]
         most = min(mode.most_in_call // like.shape[2] + 1, *(some.stop for some in fitting))
         # Another number of tokens may need the head as a module, or no more.
