@@ -196,7 +196,8 @@ class SharedRows:
 
     def _candidates(self, waiting: deque[Request], ahead: PromptsAhead) -> list[Request]:
         """The waiting requests that may be next, up to the first without room: a large one is not passed for ever."""
-        return ahead.in_order(list(takewhile(self._has_room_for, ahead.candidates(waiting))))
+        candidates = [request for request in ahead.candidates(waiting) if not request.is_cancelled]
+        return ahead.in_order(list(takewhile(self._has_room_for, candidates)))
 
     def _taken(self, waiting: deque[Request]) -> Iterator[Request]:
         """Take requests from the queue while rows and room are free."""
