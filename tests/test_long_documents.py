@@ -7,7 +7,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
@@ -158,10 +157,17 @@ def summary_of(text, fitter, speak):
     return pipeline.summary, rounds
 
 
+class Configured:
+    """All that a fitter reads of a model."""
+
+    def __init__(self, config):
+        self.config = config
+
+
 @given(text=TEXTS, room=st.integers(16, 120), new=st.integers(1, 60))
 @pytest.mark.parametrize("speaker", SPEAKERS)
 def test_rounds_come_to_an_end_whatever_the_model_says(tiny_tokenizer, speaker, text, room, new):
-    model = SimpleNamespace(config=LlamaConfig(max_position_embeddings=room + new + len("\n\nSummary:")))
+    model = Configured(LlamaConfig(max_position_embeddings=room + new + len("\n\nSummary:")))
     fitter = PromptFitter(model, tiny_tokenizer, new)
     summary, rounds = summary_of(text * 3, fitter, SPEAKERS[speaker])
     assert all(after < before for before, after in pairwise(rounds)) and rounds[-1] == 1
@@ -184,7 +190,6 @@ def test_every_summary_of_a_round_is_read_in_the_next(tiny_llama, tiny_tokenizer
 BOOK = """
 import random, resource, sys
 from itertools import pairwise
-from types import SimpleNamespace
 from transformers import AutoConfig, AutoTokenizer
 from lookahead.stats import DecodingStats
 from lookahead.summarization.pipeline import SummaryPipeline
@@ -194,7 +199,9 @@ def chapter(number):
     sentences = (" ".join(draw.choices(words, k=draw.randrange(4, 24))).capitalize() + "." for _ in range(80))
     return f"Chapter {number}" + "\\n\\n" + " ".join(sentences)
 text = "\\n\\n".join(map(chapter, range(int(sys.argv[2]))))
-model = SimpleNamespace(config=AutoConfig.from_pretrained(sys.argv[1]))
+class Configured:
+    config = AutoConfig.from_pretrained(sys.argv[1])
+model = Configured()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 memory = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 before = memory()

@@ -26,7 +26,7 @@ from tests.support.small_layers import SINGLE, made
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = tuple(str(ROOT / name) for name in ("lookahead", "ngram", "kernels"))
 # Functions and files of a step whose pass is one call of the kernels, and of one by fused layers and attention.
-ONE_CALL, BY_LAYERS = (41, 18), (86, 24)
+ONE_CALL, BY_LAYERS = (41, 18), (87, 25)
 DECIDING = 22, 4  # what comes on top where measured costs decide: controller, budget, cost model, sizes of trees
 ENTERED = 57  # files from the call of `stream` to its first text, that step included
 IDS = [5, 9, 31, 77] * 10
