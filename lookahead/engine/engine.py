@@ -222,8 +222,8 @@ class Engine:
                 left = [min(n, 1 + row.positions_left(positions)) for n, row in zip(left, self._rows, strict=True)]
             if self._controller is not None:
                 context = max([row.length for row in self._rows])
-                given = {"is_refilled": is_refilled, "is_ragged": self._backend.is_ragged}
-                plan = self._controller.plan(left, context, **given)
+                is_ragged = self._backend.is_ragged
+                plan = self._controller.plan(left, context, is_refilled=is_refilled, is_ragged=is_ragged)
             is_changed = self._is_watched and self._backend.has_changed()
             drafts = self._root_only(self._rows) if is_changed else self._draft(left, plan)
         drafted = time.perf_counter()
@@ -292,8 +292,9 @@ class Engine:
         if self._tp_group is not None:
             drafts = self._tp_group.agree(drafts)
         backend, needs_top = self._backend, self._needs_top and plan.drafts
+        greedy = [row.chooser.is_plain_greedy for row in self._rows]
         backend.keeps_hidden = any(reader.reads_hidden for reader in self._readers)
-        backend.keeps_logits = not all(row.chooser.is_plain_greedy for row in self._rows)
+        backend.keeps_logits = not all(greedy)
         backend.reads_top = TOP if needs_top else 0
         logits = backend.score([draft.tree for draft in drafts], self._policy)
         needs_argmax = self._needs_argmax or plan.has_branch
@@ -301,8 +302,7 @@ class Engine:
         if backend.is_ragged:
             nodes = sum(len(draft.tree.tokens) for draft in drafts) / len(drafts)
         # On a GPU reading also waits for the pass, which makes its time measurable.
-        is_greedy = any(row.chooser.is_plain_greedy for row in self._rows)
-        if needs_argmax or needs_top or is_greedy or logits.device.type != "cpu":
+        if needs_argmax or needs_top or any(greedy) or logits.device.type != "cpu":
             scores = read_scores(logits, backend.reads_top, backend.ranks)
         if nodes > 1:
             wrong = scores.argmax < 0 if len(scores.argmax) else logits[..., 0].isnan().numpy()

@@ -144,10 +144,10 @@ class Row:
         if room > self.ids.size:
             self.ids = np.resize(self.ids, 2 * room)
         target = Target(
-            choose=argmax.item if self.chooser.is_plain_greedy else partial(self._choose, logits),
-            chances=partial(self._chances, logits),
-            chances_after=partial(self._chances_after, draft.tree, logits),
-            emit=self._emit,
+            argmax.item if self.chooser.is_plain_greedy else partial(self._choose, logits),
+            partial(self._chances, logits),
+            partial(self._chances_after, draft.tree, logits),
+            self._emit,
         )
         walk = acceptance.accept(draft, target)
         self.stats.total_variation += walk.total_variation
@@ -169,10 +169,11 @@ class Row:
         self.ids[self.length] = self.last_token = token
         self.length += 1
         self.emitted += 1
-        rule, scores = self.stopping, self.chooser.scores[self.place]
+        rule = self.stopping
         # Every criterion is called, as in `model.generate`: one may count its calls.
         fired: list[FinishReason] = []
         if rule.custom:
+            scores = self.chooser.scores[self.place]
             with self._showing() as seen:
                 fired = [reason for reason, criterion in rule.custom if criterion(seen, scores)]
             self.last_token = int(self.ids[self.length - 1])
