@@ -15,7 +15,9 @@ import torch
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.backend.cpu import whole_pass
+from lookahead.decoding import plan
 from lookahead.kernels import layer_ops
+from lookahead.model.model_state import state_of
 from lookahead.proposers.base import Proposer
 from tests.support.adversarial_proposers import drafting_by, random_trees
 from tests.support.changed_code import CHANGES, PLACES, Switched, patched
@@ -168,6 +170,26 @@ def test_a_signal_handler_may_decode_wherever_it_interrupts(dtype):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert calls and all(each == expected for each in calls)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs a signal of one's own")
+def test_a_signal_handler_leaves_what_its_thread_is_changing_alone(monkeypatch):
+    model, used, own = made("llama", SINGLE), [], plan.assemble
+    expected, learned = tokens(model), state_of(model).learned
+
+    def assemble(*arguments: Any, **options: Any) -> Any:
+        used.append(state_of(model).learned is learned)
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(plan, "assemble", assemble)
+    before = signal.signal(signal.SIGUSR1, lambda *_: used.append(ours(model) == expected))
+    try:
+        with learned.lock:  # as while a step learns
+            signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert used == [False, True, True, True] and state_of(model).learned is learned
 
 
 @pytest.mark.parametrize("new", [4, 20])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -34,7 +35,16 @@ from lookahead.model.facts import (
 )
 from lookahead.model.known_code import changed_cache
 from lookahead.model.model_kind import kind_of
-from lookahead.model.model_state import ModelPlan, checkpointed, outside_passes, plan_of, recognise
+from lookahead.model.model_state import (
+    LearnedState,
+    ModelPlan,
+    checkpointed,
+    outside_passes,
+    plan_of,
+    recognise,
+    state_of,
+    use_learned,
+)
 from lookahead.model.private_names import missing_names
 from lookahead.model.state_layers import takes_states
 from lookahead.model.state_scope import mixers_of
@@ -146,7 +156,10 @@ class RequestPlan:
             row.read_by_encoder(tokens)
         warp = warp_of(call.logits_processor) if self.is_sampled else None
         given: Any = {"warp": warp, "encoded": encoded, "reading": self.reading}
-        engine = assemble(self.common, self.stopping, rows, shape=self.shape, **given)
+        # A signal handler may decode while its thread changes the measurements of the model: then it uses fresh ones.
+        is_changing = state_of(call.model).learned.lock._is_owned()  # type: ignore[attr-defined]
+        with use_learned(call.model, LearnedState()) if is_changing else nullcontext():
+            engine = assemble(self.common, self.stopping, rows, shape=self.shape, **given)
         if encoded is None and self.reading is None and self.continued:
             past = cast(DynamicCache, cache_in(call.model_kwargs))
             copy_prefix_from(past, engine.cache, call.input_ids.shape[1] - self.lengths)

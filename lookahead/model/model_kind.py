@@ -12,7 +12,7 @@ from transformers.generation import utils
 
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import CACHE, context_limit, decoder_of, position_limit
-from lookahead.model.model_state import plan_of, state_of
+from lookahead.model.model_state import plan_of
 from lookahead.utils.seams import plugin_for
 
 SERVED = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_params"))
@@ -156,8 +156,5 @@ _CAUSAL = ModelKind()
 
 def kind_of(model: Any) -> ModelKind:
     """The kind of a model."""
-    state = state_of(model)
-    if state.kind is None:
-        state.kind = _CAUSAL if decoder_of(model) is model else plugin_for("kind", "encoder-decoder")()
-    kind: ModelKind = state.kind
+    kind: ModelKind = _CAUSAL if decoder_of(model) is model else plugin_for("kind", "encoder-decoder")()
     return kind

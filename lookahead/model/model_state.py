@@ -207,7 +207,6 @@ class ModelState:
         self.threads: dict[int, int] = {}  # threads per pass on a CPU, by torch's number of threads
         self.tokenizers: WeakSet[Any] = WeakSet()  # checked against the model
         self.encoding: Any = None  # class and sizes of its newest encoder outputs (of the encoder-decoder plug-in)
-        self.kind: Any = None  # its `ModelKind`
         self.problems: dict[str, str] = {}  # why a faster path is off, by path
         self.noted = 0  # problems, including repeated ones
         self.plans: dict[int, ModelPlan] = {}  # the newest plans, by the number of their stamps

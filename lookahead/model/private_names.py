@@ -81,6 +81,7 @@ OTHERS: dict[str, PrivateName] = {
     "_exit": PrivateName("os", "Python 3", "an interrupted command ends some seconds later"),
     "_hf_hook": PrivateName("", "accelerate 1.10", "an offloaded model is taken to be on the meta device, and refused"),
     "_impl": PrivateName("numba.core.caching.Cache", "Numba 0.61", "AttributeError when the package is imported"),
+    "_is_owned": PrivateName("", "Python 3", "AttributeError at the first call"),
     "_run_exitfuncs": PrivateName("atexit", "Python 3", "AttributeError where Ctrl-C ends a command"),
     "_save_data": PrivateName(
         "numba.core.caching.IndexDataCacheFile", "Numba 0.61", "AttributeError at the first call"

@@ -128,7 +128,7 @@ class PassTable(KeepsAddresses):
         self.reads_beside, self.tokens = self._beside.shape[2] > 0, range(0)
         self._allocated, self._settings = (cache.slots.capacity, cache.slots.allocations), settings_of(self._watched)
         written = hidden.new_empty(2)  # two addresses, to see which numbers depend on the output's address
-        # Reading the jobs takes most of the time: with slopes it is done twice, and the second time tells a wrong one.
+        # Reading the jobs takes most of the time. With slopes they are read twice, and then compared.
         first, other = self._numbers(cache, 1, 0, written), self._numbers(cache, 3, 5, written[1:])
         self._of_pass: NDArray[np.int64] = np.empty_like(first)  # the numbers of the newest pass
         inputs = self._hidden, *(one for pair in self._positions.values() for one in pair)
