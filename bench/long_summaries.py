@@ -28,7 +28,7 @@ from lookahead import LookaheadConfig
 from lookahead.loading.loading import DEFAULT_MODEL
 from lookahead.stats import total
 from lookahead.summarization.pipeline import SummaryPipeline
-from lookahead.summarization.prompting import DEFAULT_SAMPLING, PromptFitter
+from lookahead.summarization.prompting import DEFAULT_SAMPLING, PromptFitter, SummaryRequest
 
 NEW_TOKENS = 96
 WAYS = "whole", "parts"
@@ -55,12 +55,8 @@ def stories_of(path: Path) -> list[tuple[str, list[str]]]:
 
 def summarize(model: Any, tokenizer: Any, story: str, part: int | None) -> list[dict[str, Any]]:
     """The rounds of a summary; the last one has its text."""
-    longest, rounds = tokenizer.model_max_length, list[dict[str, Any]]()
-    tokenizer.model_max_length = part or longest
-    try:
-        pipeline = SummaryPipeline(story, PromptFitter(model, tokenizer, NEW_TOKENS))
-    finally:
-        tokenizer.model_max_length = longest
+    rounds, request = list[dict[str, Any]](), SummaryRequest(part_tokens=part)
+    pipeline = SummaryPipeline(story, PromptFitter(model, tokenizer, NEW_TOKENS, request))
     while pipeline.summary is None:
         prompts = pipeline.prompts
         begun = time.process_time()

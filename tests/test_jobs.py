@@ -265,6 +265,7 @@ def test_a_damaged_line_in_the_middle_is_refused_by_its_number():
         ({"style": "bullets"}, "style was None and is 'bullets'"),
         ({"dtype": "bfloat16"}, "dtype was 'float32' and is 'bfloat16'"),
         ({"refine": True}, "refine was False and is True"),
+        ({"options": {**OPTIONS, "part_tokens": 64}}, "part_tokens was None and is 64"),
     ],
 )
 def test_results_of_another_job_are_refused_with_what_differs_and_what_to_do(change, message):

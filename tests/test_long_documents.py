@@ -231,6 +231,17 @@ def test_a_book_of_a_million_tokens_comes_to_an_end_in_little_memory(summarizer_
     assert megabytes < 400
 
 
+def test_parts_of_a_chosen_size_are_those_of_a_context_of_that_size(tiny_llama, tiny_tokenizer):
+    chosen = PromptFitter(tiny_llama, chat(tiny_tokenizer), 12, SummaryRequest(part_tokens=150))
+    narrow = PromptFitter(tiny_llama, chat(tiny_tokenizer, 150), 12)
+    wide = PromptFitter(tiny_llama, chat(tiny_tokenizer), 12, SummaryRequest(part_tokens=10**6))
+    text = SENTENCE * 14
+    assert texts(chosen.fit(text)) == texts(narrow.fit(text)) and len(texts(chosen.fit(text))) > 1
+    assert texts(wide.fit(text)) == [text.strip()]
+    summary = lookahead.summarize(text, tiny_llama, chat(tiny_tokenizer), max_new_tokens=12, part_tokens=150)
+    assert summary.parts == len(texts(chosen.fit(text)))
+
+
 # Several documents together
 
 
@@ -329,6 +340,12 @@ def test_a_model_that_follows_no_instructions_is_not_asked_to_refine(tiny_llama,
         (
             {"refine": True, "max_new_tokens": 150},
             "max_new_tokens must be at most .* so far and a part in the model",
+        ),
+        ({"part_tokens": 0}, "part_tokens must be at least 1, or None, got 0"),
+        ({"part_tokens": "64"}, "part_tokens must be at least 1, or None, got '64'"),
+        (
+            {"part_tokens": 200},
+            r"part_tokens must be at least 2\d\d to leave room for text and a summary",
         ),
     ],
 )

@@ -37,6 +37,9 @@ class SummaryOptions(RepetitionOptions, DraftingOptions, ModelOptions):
     )
     style: str | None = option(None, "bullets, paragraph or headline, by a model that follows instructions.")
     refine: bool = option(False, "Read parts in turn, each with the summary so far; needs an instruction model.")
+    part_tokens: int | None = option(
+        None, "Most tokens of a prompt with its summary; more are cut into parts. (default: the model's context)", min=1
+    )
     compare: bool = option(
         False, "Decode with model.generate too: show both speeds, and whether the tokens are identical."
     )
@@ -107,7 +110,7 @@ class JobOptions(DocumentOptions, KeptOptions, SummaryOptions):
 
         path = self.prompt_file
         prompt = None if path is None else decode_bytes(read_bounded(str(path), MEGABYTE), str(path))
-        request = SummaryRequest(prompt=prompt, style=self.style, refine=self.refine)
+        request = SummaryRequest(prompt=prompt, style=self.style, refine=self.refine, part_tokens=self.part_tokens)
         own = {field.name for field in fields(self)}
         shared = {field.name: getattr(self, field.name) for field in fields(JobSettings) if field.name in own}
         if self.dtype == FASTEST:  # workers on several machines would choose several types

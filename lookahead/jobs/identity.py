@@ -59,7 +59,10 @@ class JobSettings:
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that a summary depends on, besides the model and the options of `model.generate`."""
-        return {"max_new_tokens": self.max_new_tokens, **asdict(self.request)}
+        request = asdict(self.request)
+        if request["part_tokens"] is None:  # jobs begun before there was this option go on
+            del request["part_tokens"]
+        return {"max_new_tokens": self.max_new_tokens, **request}
 
     def summarizer(self, loaded: LoadedModel) -> Summarizer:
         """A summarizer with the loaded model; ConfigError if the model cannot follow the settings."""

@@ -52,6 +52,7 @@ class SummaryRequest:
     prompt: str | None = None  # `{document}` stands for the document; without it the document comes last
     style: str | None = None  # a key of `STYLES`
     refine: bool = False  # read parts in order, each with the summary so far; needs a model that follows instructions
+    part_tokens: int | None = None  # of a prompt with its output, at most; None: as many as the model's context
 
     def __post_init__(self) -> None:
         if self.prompt is not None and not self.prompt.strip():
@@ -60,6 +61,8 @@ class SummaryRequest:
             raise ConfigError(f"style must be {', '.join(STYLES)}, got {self.style!r}")
         if self.prompt is not None and self.style is not None:
             raise ConfigError("a prompt and a style exclude each other; pass one of them")
+        if self.part_tokens is not None and not (isinstance(self.part_tokens, int) and self.part_tokens > 0):
+            raise ConfigError(f"part_tokens must be at least 1, or None, got {self.part_tokens!r}")
 
 
 class Prompting:
@@ -172,6 +175,8 @@ class PromptFitter(Prompting):
         super().__init__(tokenizer, request, model)
         self.max_new_tokens = max_new_tokens
         context, has_encoder = context_length(model, tokenizer), self.template == "encoder"
+        asked = self.request.part_tokens or context
+        is_asked, context = asked < context, min(asked, context)
         # The encoder's context holds only the document; the summary is in the decoder's context.
         self._prompt_limit = context - (0 if has_encoder else max_new_tokens)
         self._document_limit = self._prompt_limit - self.count_tokens(self.render(""))
@@ -179,7 +184,12 @@ class PromptFitter(Prompting):
         self._part_limit = self._document_limit  # for a document that does not fit as a whole
         if self.request.refine:
             self._part_limit = self._prompt_limit - max_new_tokens - self.count_tokens(self.render("", ""))
-        missing = MIN_DOCUMENT_TOKENS - self._document_limit
+        missing = MIN_DOCUMENT_TOKENS - min(self._document_limit, self._part_limit)
+        if missing > 0 and is_asked:
+            raise ConfigError(
+                f"part_tokens must be at least {context + missing} to leave room for text and a summary of "
+                f"{max_new_tokens} tokens, got {context}"
+            )
         if missing > 0 and has_encoder:
             raise ConfigError(
                 f"the model's encoder must read at least {context + missing} tokens, and it reads {context}"

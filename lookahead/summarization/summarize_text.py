@@ -33,6 +33,7 @@ def summarize(
     num_beams: int | None = None,
     config: LookaheadConfig | None = None,
     refine: bool = False,
+    part_tokens: int | None = None,
 ) -> Summary:
     """Summarize a text of any length.
 
@@ -50,13 +51,15 @@ def summarize(
         num_beams: Beams of the search, at least 1; `None` uses the model's own number, usually 1.
         config: How drafts are made; it changes the speed, not the summary.
         refine: Whether the parts are read in order, each with the summary so far. The model must follow instructions.
+        part_tokens: Most tokens of a prompt with its summary, above which a text is cut; `None` uses the model's
+            context.
 
     Returns:
         The summary; `str()` of it is its text.
 
     Raises:
-        ConfigError: `max_new_tokens`, or `num_beams` is out of range, the model cannot refine, only one of
-            `model` and `tokenizer` was given, or an argument has a wrong type.
+        ConfigError: `max_new_tokens`, `num_beams` or `part_tokens` is out of range, the model cannot refine, only one
+            of `model` and `tokenizer` was given, or an argument has a wrong type.
         DocumentError: The text has no letter or digit or is the name of a file, the file cannot be read, or the summary
             is empty.
         UnsupportedModelError: The model cannot be served, or the default one is not installed.
@@ -67,7 +70,7 @@ def summarize(
     from lookahead.summarization.prompting import DEFAULT_SAMPLING, SummaryRequest
     from lookahead.summarization.summarizer import Summarizer
 
-    request = SummaryRequest(refine=refine)
+    request = SummaryRequest(refine=refine, part_tokens=part_tokens)
     document = _read(text)
     check_config("config", config)
     options: Any = {"num_beams": num_beams, "config": config, "request": request}
