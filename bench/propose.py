@@ -71,7 +71,7 @@ def time_proposals(
     return {"p50_us": middle, "p99_us": slowest, "nodes": median(nodes)}
 
 
-def time_steps(config: LookaheadConfig, prompts: int = 60) -> dict[str, float]:
+def time_steps(config: LookaheadConfig, prompts: int = 180) -> dict[str, float]:
     """Microseconds of steps over a small random model without their pass: lower quartile and median."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model, rng, taken = LlamaForCausalLM(LlamaConfig(vocab_size=320, **sizes)).eval(), np.random.default_rng(0), []
