@@ -26,9 +26,9 @@ from bench.llm import add_prompt_options, read_prompts, sampling
 from bench.llm_figures import Prompt
 from bench.prompts import loop_start
 from lookahead import Heads, LookaheadConfig
+from lookahead.decoding.assembly import ProposerState
 from lookahead.loading.loading import DEFAULT_MODEL, load
 from lookahead.model.model_state import LearnedState, use_learned
-from lookahead.proposers import ProposerState
 
 SOURCES = "prompt,recycled,prompt+outputs+recycled,prompt+outputs+recycled+window 5 3 5,window 7 5 7,window 15 5 15"
 

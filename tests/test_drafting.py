@@ -14,8 +14,7 @@ from lookahead.drafting.select import merge
 from lookahead.drafting.tree import TokenTree
 from lookahead.engine.row import Row, StepOutput
 from lookahead.ngram.prune import Limits
-from lookahead.verification.sampling import TokenChooser
-from lookahead.verification.stopping import StoppingRule
+from lookahead.verification.rules import StoppingRule, TokenChooser
 
 ROOT = 9
 

@@ -64,7 +64,7 @@ OF_INNER_MODULES: dict[str, set[str]] = {
         "config", "decoding.api", "decoding.cache_room", "decoding.plan", "decoding.prompts",
         "decoding.request", "decoding.scheduler", "decoding.text_pieces", "decoding.transcription",
         "decoding.validation", "engine.row", "loading.loading", "model.facts", "model.model_kind",
-        "verification.stopping",
+        "verification.rules",
     },
 }  # fmt: skip
 KNOW_TRANSFORMERS = {

@@ -220,8 +220,8 @@ def test_a_memory_lives_on_in_another_process_and_drafts_from_the_first_step(tmp
 
 
 def test_calls_with_a_memory_file_share_it_and_leave_the_shared_memory_alone(tmp_path, tiny_llama):
+    from lookahead.decoding.assembly import ProposerState
     from lookahead.model.model_state import state_of
-    from lookahead.proposers import ProposerState
 
     with use_learned(tiny_llama, LearnedState()):
         for _ in range(2):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lookahead.config import LookaheadConfig
+from lookahead.decoding.assembly import ProposerState, make_proposers
 from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.proposal import Call, Feedback, Proposal
 from lookahead.ngram.hit_rates import HitRates
-from lookahead.proposers import ProposerState, make_proposers
 from lookahead.proposers.ngram import Memory, NgramProposer
 
 NOTHING = np.zeros(0, np.int32)

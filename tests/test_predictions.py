@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.decoding.assembly import ProposerState
 from lookahead.decoding.prediction_reading import read_prediction
 from lookahead.drafting.proposal import Proposer
 from lookahead.errors import PromptError
 from lookahead.model.model_state import state_of
-from lookahead.proposers import ProposerState
 from tests.support.pass_recorder import counted_passes
 from tests.test_encoder_decoder import model_of
 

@@ -25,7 +25,7 @@ from lookahead.model.facts import cache_in
 from lookahead.stats import DecodingStats, total
 from lookahead.utils.seams import plugin_for
 from lookahead.verification.per_row import PerRow
-from lookahead.verification.stopping import FinishReason, stateful_name
+from lookahead.verification.rules import FinishReason, stateful_name
 
 _DRAWS = frozenset(("temperature", "top_p", "top_k", "min_p"))  # options that only affect sampling
 

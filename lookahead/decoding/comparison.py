@@ -20,7 +20,7 @@ from lookahead.decoding.prompts import PromptReader, pad_prompts, pad_token_of
 from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.stats import DecodingStats, total_in_sequence
-from lookahead.verification.stopping import end_tokens
+from lookahead.verification.rules import end_tokens
 
 TRANSFORMERS = "transformers"
 """The name of `model.generate`, the reference of the comparison."""

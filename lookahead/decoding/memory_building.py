@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.backend.support import support_of
+from lookahead.decoding.assembly import ProposerState
 from lookahead.errors import PoolError, pool_errors
 from lookahead.kernels.topk import read_scores
 from lookahead.model.facts import cache_input, input_device, validate_causal_lm
@@ -26,7 +27,6 @@ from lookahead.ngram.memory_file import (
     write_memory,
 )
 from lookahead.ngram.successors import ORDERS, TOP, SuccessorTable
-from lookahead.proposers import ProposerState
 from lookahead.proposers.memory_files import EMPTY, header_of, merge_into, open_memory_file
 from lookahead.proposers.pool_files import TokenSource, changing
 

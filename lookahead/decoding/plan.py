@@ -51,8 +51,14 @@ from lookahead.model.state_scope import mixers_of
 from lookahead.proposers.ngram import Memory
 from lookahead.utils.seams import plugin_for
 from lookahead.verification.acceptance import KINDS, acceptance_of
-from lookahead.verification.sampling import TokenChooser, warp_of
-from lookahead.verification.stopping import StoppingRule, stateful_name, stateful_reason, stopping_rule
+from lookahead.verification.rules import (
+    StoppingRule,
+    TokenChooser,
+    stateful_name,
+    stateful_reason,
+    stopping_rule,
+    warp_of,
+)
 
 Loop = Engine | PlainLoop
 

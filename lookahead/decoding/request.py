@@ -14,7 +14,7 @@ from lookahead.engine.row import StepOutput
 from lookahead.model.facts import input_device
 from lookahead.model.model_kind import kind_of
 from lookahead.stats import DecodingStats
-from lookahead.verification.stopping import FinishReason
+from lookahead.verification.rules import FinishReason
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from lookahead.decoding.plan import Loop
 from lookahead.decoding.scheduler import Scheduler
 from lookahead.decoding.text_pieces import TextPieces
 from lookahead.stats import DecodingStats
-from lookahead.verification.stopping import FinishReason
+from lookahead.verification.rules import FinishReason
 
 
 class TextStream(Iterator[str]):

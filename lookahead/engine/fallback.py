@@ -18,7 +18,7 @@ from lookahead.backend.protocol import OnPrefill
 from lookahead.drafting.tree import IntArray
 from lookahead.engine.row import StepOutput
 from lookahead.stats import DecodingStats
-from lookahead.verification.stopping import FinishReason, pads_after_end, reason_of
+from lookahead.verification.rules import FinishReason, pads_after_end, reason_of
 
 # If several reasons end a row at one token, the first applies, as in `StoppingRule.finish_reason`.
 _STRONGEST_FIRST: tuple[FinishReason, ...] = ("stop", "criteria", "length")

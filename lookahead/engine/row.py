@@ -21,8 +21,7 @@ from lookahead.errors import PromptError
 from lookahead.stats import DecodingStats
 from lookahead.utils.jit import njit
 from lookahead.verification.acceptance import EXACT, Acceptance, Target
-from lookahead.verification.sampling import TokenChooser, not_a_number
-from lookahead.verification.stopping import FinishReason, StoppingRule
+from lookahead.verification.rules import FinishReason, StoppingRule, TokenChooser, not_a_number
 
 ROOT = np.zeros(1, np.int32)
 """The path of a step that accepted no node."""

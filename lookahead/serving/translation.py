@@ -40,7 +40,7 @@ from lookahead.serving.request_schemas import (
 )
 from lookahead.serving.requests import GenerationRequest
 from lookahead.serving.tool_calls import schema_of_call
-from lookahead.verification.stopping import end_tokens
+from lookahead.verification.rules import end_tokens
 
 _TOKEN = re.compile("0|[1-9][0-9]{0,9}")  # one way to write each token
 _PLACES = {"logit_bias": "keys", "stop_token_ids": "entries", "tokens": "entries"}

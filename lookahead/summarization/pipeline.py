@@ -11,7 +11,7 @@ from lookahead.errors import DocumentError
 from lookahead.stats import DecodingStats, total_in_sequence
 from lookahead.summarization.chunking import Parts, Split
 from lookahead.summarization.prompting import PromptFitter
-from lookahead.verification.stopping import FinishReason
+from lookahead.verification.rules import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from lookahead.plugins.encoder_decoder.encoded_rows import held_layers, rows_of
 from lookahead.utils.kept_values import truth
 from lookahead.utils.seams import register
 from lookahead.verification.per_row import is_per_row
-from lookahead.verification.stopping import FinishReason, reason_of
+from lookahead.verification.rules import FinishReason, reason_of
 
 LONG_PROMPT = 64
 """Minimum prompt tokens for which it pays to check whether one copy of the prompt gives the same bits."""

@@ -16,7 +16,7 @@ from lookahead.errors import ConfigError, LogitsError, first_line
 from lookahead.plugins.grammar.grammar_text import grammar_library, grammar_text
 from lookahead.utils.seams import register
 from lookahead.verification.per_row import ForcingProcessor, PerRow
-from lookahead.verification.stopping import end_tokens
+from lookahead.verification.rules import end_tokens
 
 _LEAST = 0.02  # nodes less likely to be reached are rarely verified, but cost as much to check
 _LIKELY = 0.8  # probability of a likely token, measured with SmolLM2 and JSON schemas
