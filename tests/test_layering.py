@@ -63,7 +63,7 @@ OF_INNER_MODULES: dict[str, set[str]] = {
     "serving": {
         "config", "decoding.api", "decoding.cache_room", "decoding.plan", "decoding.prompts",
         "decoding.request", "decoding.scheduler", "decoding.text_pieces", "decoding.transcription",
-        "decoding.validation", "engine.row", "loading.loading", "model.facts", "model.model_kind",
+        "decoding.validation", "engine.row", "loading.loading", "model.facts", "model.calls",
         "verification.rules",
     },
 }  # fmt: skip

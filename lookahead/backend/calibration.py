@@ -23,8 +23,8 @@ from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError
 from lookahead.kernels.topk import likeliest
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import input_device, position_limit
-from lookahead.model.model_kind import kind_of
 
 _WARM_UPS = 2
 NODES = (1, 2, 4, 8, 16, 32, 64)

@@ -16,6 +16,7 @@ from lookahead.backend.choice import backend_for
 from lookahead.backend.protocol import Shape
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import is_out_of_memory, with_place
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import (
     cache_input,
     calls_registered_attention,
@@ -25,7 +26,6 @@ from lookahead.model.facts import (
     is_offloaded,
     picks_keys,
 )
-from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import state_of
 from lookahead.model.state_layers import has_states, states_in
 from lookahead.utils.kept_values import truth

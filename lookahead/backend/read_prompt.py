@@ -20,8 +20,8 @@ from lookahead.backend.self_check import keeps_solo_bits, packs_prompts, shares_
 from lookahead.drafting.tree import IntArray
 from lookahead.kernels.prompt_attention import tokens_alike
 from lookahead.model.cache import TreeCache
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import may_keep_states, picks_keys, prefills_at_once
-from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import recognise, state_of
 from lookahead.model.slots import RowCopy, RowStates
 from lookahead.model.state_scope import mixers_of

@@ -24,8 +24,8 @@ from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.errors import UnsupportedModelError, is_out_of_memory, with_place
 from lookahead.kernels.prompt_attention import tokens_alike
 from lookahead.kernels.weighted_sums import BLOCK
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import decoder_vocabulary, rope_parameters_of
-from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import plan_of, state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.utils.kept_values import truth

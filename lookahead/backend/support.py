@@ -24,7 +24,7 @@ from lookahead.backend.protocol import Shape
 from lookahead.backend.self_check import keeps_solo_bits, may_keep_bits, serves_experts
 from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.errors import is_out_of_memory, named, with_place
-from lookahead.model.calls import changed_loop
+from lookahead.model.calls import changed_loop, kind_of
 from lookahead.model.facts import (
     calls_registered_attention,
     decoder_of,
@@ -38,7 +38,6 @@ from lookahead.model.facts import (
     vocabulary_size,
 )
 from lookahead.model.known_code import attention_code, changed_caches, hooks_of, is_known, name_of
-from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import ModelPlan, plan_of, recognise, state_of
 from lookahead.model.stamp import version_of
 from lookahead.model.state_scope import mixers_of

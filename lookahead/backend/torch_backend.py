@@ -23,8 +23,8 @@ from lookahead.kernels import dispatch
 from lookahead.kernels.prompt_attention import tokens_alike
 from lookahead.model.attention import AttentionScope
 from lookahead.model.cache import TreeCache
+from lookahead.model.calls import MakeInputs, ModelInputs
 from lookahead.model.level_calls import MixTrees
-from lookahead.model.model_kind import MakeInputs, ModelInputs
 from lookahead.model.model_state import CHECKPOINTING, checkpointed, outside_passes, patched_attribute, plan_of
 from lookahead.model.stamp import stamp_of
 from lookahead.model.state_layers import cache_layers
@@ -112,14 +112,15 @@ class TorchBackend:
             try:
                 by_depth = nullcontext() if self._states is None else self._states.serving()
                 cached = patched_attribute(CHECKPOINTING, self._checkpointed)
-                with outside_passes(), by_depth, cached, self._patched():
+                attends = nullcontext() if self._scope is None else patched_attribute("config", self._scope.views)
+                with outside_passes(), by_depth, cached, self._patched(), attends:
                     yield
             finally:
                 self._is_served, self._known = False, None
 
     def _patched(self) -> AbstractContextManager[None]:
-        """A block in which modules of the model are patched for passes."""
-        return nullcontext() if self._scope is None else patched_attribute("config", self._scope.views)
+        """A block in which kernels replace modules of the model."""
+        return nullcontext()
 
     def has_changed(self) -> bool:
         """See `Backend.has_changed`."""
@@ -157,12 +158,13 @@ class TorchBackend:
             on_prefill: Called before the first pass and after every pass.
         """
         self.reused_tokens, self._has_copies = [0] * len(prompts), self._is_half and as_whole
-        if (logits := self._inputs.read()) is not None:
-            return self._read_by_model(prompts, logits, on_prefill)
-        if self.packs_prompts or (self.cache.states and len(prompts) > 1):
-            return self._read_in_groups(prompts, first, self._groups_of(prompts, first, texts), on_prefill)
-        with self._inputs.joining(encoded), self.cache.slots.rows_from(first, len(prompts)):
-            return self._read(prompts, on_prefill or (lambda *_: None))
+        with self._inputs.reading(encoded) as logits:
+            if logits is not None:
+                return self._read_by_model(prompts, logits, on_prefill)
+            if self.packs_prompts or (self.cache.states and len(prompts) > 1):
+                return self._read_in_groups(prompts, first, self._groups_of(prompts, first, texts), on_prefill)
+            with self.cache.slots.rows_from(first, len(prompts)):
+                return self._read(prompts, on_prefill or (lambda *_: None))
 
     def _read_by_model(self, prompts: Sequence[IntArray], logits: Tensor, report: OnPrefill | None) -> Tensor:
         """`read` for prompts that the model itself has read into the cache."""

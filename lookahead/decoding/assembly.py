@@ -28,8 +28,8 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT
 from lookahead.engine.engine import Engine
 from lookahead.engine.row import Row
 from lookahead.errors import ProposerError, UnsupportedModelError
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import input_device, may_keep_states
-from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import plan_of, state_of
 from lookahead.model.state_scope import mixers_of, most_nodes
 from lookahead.model.tensor_parallel import tensor_parallel_group, validate_tensor_parallel

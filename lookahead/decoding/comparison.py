@@ -17,7 +17,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.decoding.api import generate
 from lookahead.decoding.loops import loops
 from lookahead.decoding.prompts import PromptReader, pad_prompts, pad_token_of
-from lookahead.model.model_kind import kind_of
+from lookahead.model.calls import kind_of
 from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.stats import DecodingStats, total_in_sequence
 from lookahead.verification.rules import end_tokens

@@ -10,8 +10,8 @@ from lookahead.backend.protocol import BackendReport, BitPolicy, PathReport
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import validation
 from lookahead.decoding.plan import shape_of
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import validate_model
-from lookahead.model.model_kind import kind_of
 
 
 def backend_report(model: PreTrainedModel, config: LookaheadConfig | None = None) -> BackendReport:

@@ -25,7 +25,7 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError, warn
-from lookahead.model.calls import ResolvedCall, own_sample, unserved_reason
+from lookahead.model.calls import ResolvedCall, kind_of, own_sample, unserved_reason
 from lookahead.model.facts import (
     cache_in,
     calls_registered_attention,
@@ -33,14 +33,11 @@ from lookahead.model.facts import (
     may_be_callers,
     tokens_in,
 )
-from lookahead.model.known_code import changed_cache
-from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import (
     LearnedState,
     ModelPlan,
     checkpointed,
     outside_passes,
-    plan_of,
     recognise,
     state_of,
     use_learned,
@@ -265,12 +262,18 @@ def _reason_of_objects(plan: RequestPlan) -> str:
 def _with_drafts(plan: RequestPlan, facts: ModelPlan) -> RequestPlan:
     """The plan with the shape of its drafts, or with the reason why it has none."""
     call, common, stopping, (batch_size, longest) = plan.call, plan.common, plan.stopping, plan.call.input_ids.shape
-    model, config, is_padded = call.model, common.config, bool(plan.lengths.min() < longest)
-    others, found = validation.other_inputs(model, call.model_kwargs), _found(plan, facts)
-    positions = call.model_kwargs.get("position_ids")
+    model, config, shortest = call.model, common.config, int(plan.lengths.min())
+    positions, past = call.model_kwargs.get("position_ids"), cache_in(call.model_kwargs)
+    others, of_kind = validation.other_inputs(model, call.model_kwargs), kind_of(model).cache_reason(call)
     if positions is not None and not validation.has_usual_positions(positions, plan.lengths, longest):
         others = [*others, "position_ids"]
-    batch: Any = {"rows": batch_size, "is_padded": is_padded, "is_rounded": common.is_rounded}
+    is_alone = call.input_ids.shape == (1, shortest) and not common.is_rounded
+    given: Any = {"shortest": shortest, "max_length": stopping.max_length, "is_alone": is_alone, "plan": facts}
+    found = support.support_of(model, **given, trusted=config.trust_user_code)
+    is_usual = not (facts.trains or facts.may_keep_states or facts.picks_keys)
+    if why := of_kind or ("" if is_usual or found.shape == "none" else _reason_of_layers(plan, facts)):
+        found = support.Support("none", why)
+    batch: Any = {"rows": batch_size, "is_padded": shortest < longest, "is_rounded": common.is_rounded}
     shape, reason = shape_of(model, found, config, **batch)
     if reason and config.demands:
         return replace(plan, reason=reason, is_refused=True)
@@ -283,9 +286,8 @@ def _with_drafts(plan: RequestPlan, facts: ModelPlan) -> RequestPlan:
     if shape == "none" or reason:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
     if plan.continued:
-        past = cache_in(call.model_kwargs)
-        given = call.input_ids, call.generation_config, call.model_kwargs.get("attention_mask")
-        validation.validate_past(model, past, *given)
+        mask = call.model_kwargs.get("attention_mask")
+        validation.validate_past(model, past, call.input_ids, call.generation_config, mask)
     if not reads_itself:
         return replace(plan, shape=shape)
     reading = PromptReading(call, plan.lengths, keeps_cache=plan.keeps_cache)
@@ -296,27 +298,11 @@ def _with_drafts(plan: RequestPlan, facts: ModelPlan) -> RequestPlan:
     return replace(plan, shape=shape, reading=reading)
 
 
-def _found(plan: RequestPlan, facts: ModelPlan) -> support.Support:
-    """The support of the model for drafts, given the cache and the padding of the call."""
-    call, model, past = plan.call, plan.call.model, cache_in(plan.call.model_kwargs)
-    given: Any = {"shortest": int(plan.lengths.min()), "max_length": plan.stopping.max_length}
-    of_kind = kind_of(model).cache_reason(call)
-    given["is_alone"] = call.input_ids.shape == (1, given["shortest"]) and not plan.common.is_rounded
-    found = support.support_of(model, **given, trusted=plan.common.config.trust_user_code, plan=facts)
-    is_theirs, why = may_be_callers(past, call.generation_config), ""
-    if call.generation_config.use_cache is not False and facts.trains and checkpointed(model):
-        why = "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
-    elif is_theirs and (changed := changed_cache(past)):
-        why = f"its cache has its own code, {changed}"
-    elif found.shape != "none":
-        why = _reason_of_states(plan, past) if facts.may_keep_states or facts.picks_keys else ""
-    why = why or of_kind
-    return support.Support("none", why) if why else found
-
-
-def _reason_of_states(plan: RequestPlan, past: Any) -> str:
-    """Why a call cannot keep the states or the indexer's keys of its model, or an empty string."""
-    model, facts = plan.call.model, plan_of(plan.call.model)
+def _reason_of_layers(plan: RequestPlan, facts: ModelPlan) -> str:
+    """Why a call cannot keep the cache, the states or the indexer's keys of its model, or an empty string."""
+    model, past, config = plan.call.model, cache_in(plan.call.model_kwargs), plan.call.generation_config
+    if config.use_cache is not False and facts.trains and checkpointed(model):
+        return "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
     keeps_states = facts.may_keep_states and bool(mixers_of(model))
     if not (keeps_states or facts.picks_keys):
         return ""
@@ -327,7 +313,7 @@ def _reason_of_states(plan: RequestPlan, past: Any) -> str:
             return "its states can be returned for one prompt only, and only with attention"
         if changed_by_padding:
             return "its layers keep states, which the padding of a batch changes"
-        if validation.reads_otherwise(plan.call.generation_config):
+        if validation.reads_otherwise(config):
             return "its layers keep states, and its texts are read in parts or more than once"
         return ""
     if plan.keeps_cache or plan.continued:

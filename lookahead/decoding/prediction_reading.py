@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.drafting.proposal import IntArray
 from lookahead.errors import PromptError
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import decoder_vocabulary
-from lookahead.model.model_kind import kind_of
 
 Prediction: TypeAlias = "str | Sequence[int] | Tensor | NDArray[np.integer[Any]]"
 """Text, or token ids `[tokens]`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -28,9 +28,8 @@ from lookahead.decoding.hf_outputs import copy_prefix_from
 from lookahead.drafting.tree import TokenTree
 from lookahead.errors import is_out_of_memory, with_place
 from lookahead.model.cache import TreeCache
-from lookahead.model.calls import ResolvedCall, inputs_of_step, read_prompt
+from lookahead.model.calls import SERVED, ModelInputs, ResolvedCall, inputs_of_step, read_prompt
 from lookahead.model.facts import CACHE, cache_in, decoder_vocabulary, input_device, position_limit, tokens_in
-from lookahead.model.model_kind import SERVED, ModelInputs
 from lookahead.model.model_state import outside_passes, state_of
 
 _OF_STEP = SERVED | {"input_ids"}
@@ -236,7 +235,7 @@ class PromptInputs(ModelInputs):
         self._reading, self._drops = reading, drops
         self._components: Tensor | None = None  # int64 `[components, rows, 1]`, relative to the last component
 
-    def read(self) -> Tensor:
+    def reading(self, encoded: Any) -> AbstractContextManager[Tensor]:
         """As for `ModelInputs`."""
         reading, device = self._reading, input_device(self.model)
         positions = reading.positions
@@ -248,7 +247,7 @@ class PromptInputs(ModelInputs):
                 positions = positions[-1]
             shifts = (positions - lengths)[:, None]
             self.shifts = shifts if bool(shifts.any()) else None
-        return logits
+        return nullcontext(logits)
 
     def retire(self, row: int, last: int) -> None:
         """As for `ModelInputs`."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
 from os import PathLike
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -25,9 +25,8 @@ from lookahead.decoding.plan import RequestPlan, plan_request
 from lookahead.decoding.prediction_reading import read_prediction, read_predictions
 from lookahead.drafting.proposal import IntArray
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
-from lookahead.model.calls import resolve_call
+from lookahead.model.calls import kind_of, resolve_call
 from lookahead.model.facts import inputs_of
-from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import ModelPlan, recognise
 
 Message: TypeAlias = Mapping[str, Any]
@@ -123,6 +122,7 @@ class PromptReader:
         self._special, self._truncate, self.further = add_special_tokens, truncate, dict[str, Any]()
         self._chat_kwargs = {} if chat_template_kwargs is None else template_options(chat_template_kwargs)
         self._kind = kind_of(model)
+        self._encode: Callable[..., Any] = partial(cast(Any, tokenizer), verbose=False)
         self.limit = self.facts.part("prompt limit", self.facts.form, partial(self._kind.prompt_limit, model))
         reserved = self.option("max_new_tokens") or 1
         self.room = self.limit if self._kind.has_encoder or self.limit is None else self.limit - reserved
@@ -259,7 +259,7 @@ class PromptReader:
             prompt = text_messages(prompt, index, self.tokenizer, self._chat_kwargs)
         if isinstance(prompt, str):
             _check_text(prompt, f"prompt {index}")
-            ids = self._encode(prompt, special=self._special)
+            ids: list[int] = self._encode(prompt, add_special_tokens=self._special)["input_ids"]
         else:
             ids = self.render(prompt, index) if is_chat(prompt) else self._ids(prompt, index)
         if not ids:
@@ -274,10 +274,6 @@ class PromptReader:
                 f"{self._kind.nouns[0]} {index} has {len(ids)} tokens and the {self._kind.nouns[1]} has {self.limit} "
                 "positions"
             )
-        return ids
-
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
     def _ids(self, prompt: Any, index: int) -> list[int]:
@@ -331,7 +327,7 @@ class PromptReader:
         *before, last = self.fit_chat(messages, index)
         content = last.get("content")
         ids = self.render([*before, last], index)
-        tokens = self._encode(content, special=False) if isinstance(content, str) else []
+        tokens = self._encode(content, add_special_tokens=False)["input_ids"] if isinstance(content, str) else []
         keep = len(tokens)
         while len(ids) > self.room and keep:
             keep = max(0, keep - (len(ids) - self.room))
@@ -347,7 +343,7 @@ class PromptReader:
     def _shorten(self, prompt: object, ids: list[int]) -> list[int]:
         """Cut the beginning or the end of a prompt, but keep special tokens around a text."""
         assert self.room is not None
-        bare = self._encode(prompt, special=False) if isinstance(prompt, str) else ids
+        bare = self._encode(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else ids
         begin = next((i for i in range(len(ids) - len(bare) + 1) if ids[i : i + len(bare)] == bare), None)
         if begin is None:
             return self._cut(ids, self.room)

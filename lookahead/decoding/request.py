@@ -11,8 +11,8 @@ from lookahead.decoding.plan import RequestPlan
 from lookahead.decoding.validation import validate_call
 from lookahead.engine.engine import NO_NODES
 from lookahead.engine.row import StepOutput
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import input_device
-from lookahead.model.model_kind import kind_of
 from lookahead.stats import DecodingStats
 from lookahead.verification.rules import FinishReason
 

@@ -22,8 +22,8 @@ from lookahead.decoding.request import Completion, Request
 from lookahead.decoding.shared_rows import SharedRows
 from lookahead.engine.engine import Engine
 from lookahead.errors import LogitsError, PromptError
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import input_device, prefills_at_once
-from lookahead.model.model_kind import kind_of
 from lookahead.verification.rules import has_own
 
 _SIMILAR = 0.75  # minimum ratio of the lengths of encoder inputs that are padded to one length

@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from lookahead.config import DEFAULTS, REMOVED, LookaheadConfig, check_seed, check_whole, refuse_removed
 from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, warn, with_place
-from lookahead.model.calls import mask_length
+from lookahead.model.calls import kind_of, mask_length
 from lookahead.model.facts import (
     CACHE,
     cache_in,
@@ -33,7 +33,6 @@ from lookahead.model.facts import (
     reads_text,
     validate_model,
 )
-from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import ModelPlan, plan_of, recognise, state_of
 from lookahead.model.state_layers import is_filled
 from lookahead.proposers.pool_files import pool_of

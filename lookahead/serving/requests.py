@@ -14,8 +14,8 @@ from lookahead.decoding.request import Request
 from lookahead.decoding.text_pieces import TextPieces
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import input_device, prefills_at_once
-from lookahead.model.model_kind import kind_of
 from lookahead.stats import DecodingStats
 
 _PART = 512  # tokens of a prompt that are read at once

@@ -22,8 +22,8 @@ from lookahead.errors import (
     PromptTooLongError,
     UnsupportedModelError,
 )
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import context_limit
-from lookahead.model.model_kind import kind_of
 from lookahead.serving.api_errors import ApiError, invalid
 from lookahead.serving.media import MediaReader
 from lookahead.serving.message_schemas import Message, size_of, text_of

@@ -82,7 +82,7 @@ class Prompting:
         request: SummaryRequest | None = None,
         model: PreTrainedModel | None = None,
     ) -> None:
-        from lookahead.model.model_kind import kind_of
+        from lookahead.model.calls import kind_of
 
         self._tokenizer = tokenizer
         self.request = request or SummaryRequest()

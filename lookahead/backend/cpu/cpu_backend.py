@@ -140,7 +140,7 @@ class CpuBackend(TorchBackend):
         if self._has_samples:
             own = samples_of(self._parts.mixers.values())
             self._mixers = {module: mixer for module, mixer in self._mixers.items() if module not in own}
-        with patched_attribute("forward", self._parts.forwards), super()._patched():
+        with patched_attribute("forward", self._parts.forwards):
             yield
 
     def _keeps(self, policy: BitPolicy) -> bool:

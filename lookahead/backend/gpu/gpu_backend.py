@@ -20,7 +20,7 @@ from lookahead.backend.tree_pass import TreePass
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import COMPACTION, KernelVariant
-from lookahead.model.model_kind import ModelInputs
+from lookahead.model.calls import ModelInputs
 from lookahead.model.model_state import state_of
 
 

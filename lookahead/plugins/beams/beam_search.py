@@ -34,7 +34,7 @@ from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import StepOutput
 from lookahead.errors import PromptError, UnsupportedModelError, warn, with_place
 from lookahead.model.cache import TreeCache
-from lookahead.model.calls import ResolvedCall, is_left_padded, own_beam_search, read_prompt
+from lookahead.model.calls import ResolvedCall, is_left_padded, kind_of, own_beam_search, read_prompt
 from lookahead.model.facts import (
     CACHE,
     attention_name,
@@ -46,7 +46,6 @@ from lookahead.model.facts import (
     tokens_in,
     vocabulary_size,
 )
-from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import plan_of, state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.plugins.beams.beam_tree import DEAD_NODES, BeamModel, BeamTree

@@ -21,13 +21,13 @@ from lookahead.drafting.proposal import BatchProposer, Call, Feedback, IntArray,
 from lookahead.drafting.select import Draft, merge
 from lookahead.errors import ConfigError, ProposerError, warn
 from lookahead.loading.quantized import weight_count
+from lookahead.model.calls import kind_of
 from lookahead.model.facts import (
     decoder_vocabulary,
     uncompiled,
     validate_causal_lm,
     validate_model,
 )
-from lookahead.model.model_kind import kind_of
 from lookahead.model.model_state import state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.ngram.hit_rates import AcceptanceTable

@@ -19,7 +19,7 @@ from lookahead.errors import ConfigError, ProposerError, UnsupportedModelError
 from lookahead.kernels.block_formats import FORMATS
 from lookahead.loading.quantized import QUANTIZED, QUANTIZED_LAYERS, quantize_linears, resolve_quantize
 from lookahead.model.cache import TreeCache
-from lookahead.model.model_kind import ModelInputs, kind_of
+from lookahead.model.calls import ModelInputs, kind_of
 from lookahead.model.model_state import plan_of, state_of
 from lookahead.model.state_scope import mixers_of
 from lookahead.plugins.draft_models.draft_model import DraftModel, DraftModelState, DraftRow, ModelProposer

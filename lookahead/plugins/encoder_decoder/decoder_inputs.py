@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from lookahead.errors import UnsupportedModelError
 from lookahead.model.cache import TreeCache
+from lookahead.model.calls import ModelInputs
 from lookahead.model.facts import calls_registered_attention, side_positions
-from lookahead.model.model_kind import ModelInputs
 from lookahead.plugins.encoder_decoder.encoded_rows import Encoded, EncodedRows, rows_of
 
 
@@ -41,7 +41,7 @@ class EncoderInputs(ModelInputs):
         self._rows = EncodedRows(cache, cast(Any, model).get_decoder())
         self._joining, self._is_returned = encoded, False
 
-    def joining(self, encoded: Encoded | None) -> AbstractContextManager[None]:
+    def reading(self, encoded: Encoded | None) -> AbstractContextManager[None]:
         """A block whose passes compute cross-attention keys and values for new rows, or the rows it was made with."""
         encoded, self._joining = self._joining if encoded is None else encoded, None
         if encoded is None:

@@ -18,6 +18,7 @@ from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.decoding import validation
 from lookahead.drafting.tree import IntArray
 from lookahead.errors import UnsupportedModelError, is_out_of_memory, with_place
+from lookahead.model.calls import MakeInputs, ModelKind, Probe, ResolvedCall
 from lookahead.model.facts import (
     CACHE,
     cache_in,
@@ -31,7 +32,6 @@ from lookahead.model.facts import (
     side_positions,
     vocabulary_size,
 )
-from lookahead.model.model_kind import MakeInputs, ModelKind, Probe
 from lookahead.model.model_state import state_of
 from lookahead.plugins.encoder_decoder.decoder_inputs import EncoderInputs
 from lookahead.plugins.encoder_decoder.encoded_rows import Encoded
@@ -100,7 +100,7 @@ class DecoderKind(ModelKind):
         if validation.is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
             raise UnsupportedModelError(f"a {kind.__name__} is not returned; leave out custom_generate for it")
 
-    def encoded(self, call: Any, *, is_returned: bool) -> Encoded:
+    def encoded(self, call: ResolvedCall, *, is_returned: bool) -> Encoded:
         model, options, inputs = call.model, call.model_kwargs, call.inputs_tensor
         past, mask = cache_in(options), options.get("attention_mask")  # the cache, if it can be cropped
         if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
@@ -139,7 +139,7 @@ class DecoderKind(ModelKind):
         kinds = [{name: (each.dtype, each.device) for name, each in weights.items()} for weights in (own, others)]
         return kinds[0] == kinds[1] and all(torch.equal(each, others[name]) for name, each in own.items())
 
-    def cache_reason(self, call: Any) -> str:
+    def cache_reason(self, call: ResolvedCall) -> str:
         if reads_text(call.model):
             return ""
         note_outputs(call.model, call.model_kwargs["encoder_outputs"])  # probes need to know their sizes
