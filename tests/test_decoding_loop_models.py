@@ -11,7 +11,7 @@ from tests.test_decoding_loop import GREEDY, Client, alone, serving
 
 __all__ = ["serving"]  # a fixture
 
-KEEPING_MORE = "Lfm2", "Qwen3Next", "DeepseekV32"
+KEEPING_MORE = "Lfm2", "Qwen3Next"
 CONTINUED = "Bamba", "Lfm2", "Lfm2Moe", "OlmoHybrid", "Qwen3_5", "Qwen3Next", "Zamba2"
 BEGUN_ANEW = "FalconMamba", "Jamba", "Mamba", "Zamba"  # by a pass of several tokens, in transformers too
 

@@ -16,7 +16,6 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import lookahead
-from lookahead.backend.probes import picking_few
 from lookahead.backend.support import Support
 from lookahead.loading.quantized import QuantizedLinear
 from lookahead.model import model_state, state_scope
@@ -185,13 +184,6 @@ def test_a_hook_of_all_modules_keeps_verdicts_from_files(kept):
         assert is_probed(llama()) and not kept.exists()
     finally:
         handle.remove()
-
-
-def test_a_copy_that_a_probe_makes_has_no_file(kept):
-    model: Any = build(FAMILIES["DeepseekV32"])
-    copied = picking_few(model)
-    assert copied is not None and is_probed(copied) and not kept.exists()
-    assert is_probed(model) and kept.exists()
 
 
 def test_a_verdict_that_came_with_a_problem_is_told_by_every_process(kept):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,6 @@ from lookahead.model.facts import (
     decoder_vocabulary,
     input_device,
     inputs_of,
-    is_offloaded,
-    picks_keys,
 )
 from lookahead.model.model_state import state_of
 from lookahead.model.state_layers import has_states, states_in
@@ -35,7 +32,6 @@ _TOLERANCE_FP32 = 1e-3
 # Ninths of the vocabulary: the first tokens are often special, and the outliers of their activations magnify rounding.
 # In half precision rounding may change the routing to experts, so one correct probe of three is enough.
 PROBES = ((1, 2, 3, 4, 5, 6), (7, 3, 1, 6, 2, 5), (4, 8, 5, 1, 7, 2))
-_PICKED = 4  # keys that the indexers of a probed model pick: fewer than the tokens of its texts
 PADDING = 3  # tokens before a text that is compared with the text alone
 
 TREE = (0, 0, 1, 2, 0)
@@ -77,25 +73,6 @@ def own_pass(model: Any, tokens: IntArray, past: Any, begin: int, inputs: Mappin
     return logits[0, -1]
 
 
-def picking_few(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A copy that shares the model's weights, whose indexers pick few keys, as in a long text.
-
-    None if no module has `index_topk`, or the model cannot be copied without its weights.
-    """
-    if any(map(is_offloaded, model.modules())):
-        return None
-    try:
-        copied = deepcopy(model, {id(parameter): parameter for parameter in (*model.parameters(), *model.buffers())})
-    except Exception as error:  # a user may have attached anything
-        state_of(model).note_problem(f"{type(model).__name__} cannot be copied", with_place(error))
-        return None
-    indexers = [module for module in copied.modules() if "index_topk" in vars(module)]
-    for indexer in indexers:
-        vars(indexer)["index_topk"] = _PICKED
-    state_of(copied).is_throwaway = True
-    return copied if indexers else None
-
-
 @torch.inference_mode()
 def step_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """The logits, `[vocab]`, after a prompt and tokens that the model reads one by one, as `generate` does."""
@@ -117,8 +94,7 @@ def heeds_padding(model: PreTrainedModel) -> bool:
 def _heeds_padding(model: PreTrainedModel) -> bool:
     if (answer := kind_of(model).heeds_padding(model)) is not None:
         return answer
-    probed = picking_few(model) if picks_keys(model) else model
-    return probed is not None and all(_reads_behind_padding(probed, probe) for probe in (PROBES[0], PROBES[0][:2]))
+    return all(_reads_behind_padding(model, probe) for probe in (PROBES[0], PROBES[0][:2]))
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from lookahead.drafting.tree import IntArray
 from lookahead.kernels.prompt_attention import tokens_alike
 from lookahead.model.cache import TreeCache
 from lookahead.model.calls import kind_of
-from lookahead.model.facts import may_keep_states, picks_keys, prefills_at_once
+from lookahead.model.facts import may_keep_states, prefills_at_once
 from lookahead.model.model_state import recognise, state_of
 from lookahead.model.slots import RowCopy, RowStates
 from lookahead.model.state_scope import mixers_of
@@ -213,8 +213,8 @@ class PrefixStore:
 def prefixes_of(model: PreTrainedModel, most_bytes: int, *, rounds: bool = False) -> PrefixStore:
     """The store of a model, shared by all its calls, for its weights and code as it was last recognised.
 
-    It keeps nothing for encoder-decoder models, models with an indexer, models that cannot continue from states, and
-    models with weights that cannot be read. In half precision it keeps nothing either if copies change bits.
+    It keeps nothing for encoder-decoder models, models that cannot continue from states, and models with weights that
+    cannot be read. In half precision it keeps nothing either if copies change bits.
 
     Args:
         model: The model.
@@ -226,7 +226,7 @@ def prefixes_of(model: PreTrainedModel, most_bytes: int, *, rounds: bool = False
     if plan.prefixes is None or plan.prefixes.keeps_bits != keeps_bits:
         plan.prefixes = PrefixStore(0, keeps_bits=keeps_bits)
     store: PrefixStore = plan.prefixes
-    copies = not (kind_of(model).has_encoder or picks_keys(model) or prefills_at_once(model))
+    copies = not (kind_of(model).has_encoder or prefills_at_once(model))
     is_here = all(
         parameter.numel() and not parameter.is_meta for parameter in model.parameters()
     )  # not with weights elsewhere
@@ -240,4 +240,4 @@ def prefixes_of(model: PreTrainedModel, most_bytes: int, *, rounds: bool = False
 
 def reads_apart(model: PreTrainedModel) -> bool:
     """Whether a prompt may be read in its own cache, because its only state is keys and values."""
-    return not (picks_keys(model) or (may_keep_states(model) and bool(mixers_of(model))))
+    return not (may_keep_states(model) and bool(mixers_of(model)))

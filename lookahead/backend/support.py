@@ -17,7 +17,6 @@ from lookahead.backend.probes import (
     PROBES,
     attends_ahead,
     own_logits,
-    picking_few,
     scores_like_the_model,
 )
 from lookahead.backend.protocol import Shape
@@ -32,7 +31,6 @@ from lookahead.model.facts import (
     is_sequential,
     may_keep_states,
     other_layers,
-    picks_keys,
     processes_of,
     rope_parameters_of,
     vocabulary_size,
@@ -104,7 +102,7 @@ def support_of(
     name = "support" if state_of(model).encoding is None else "support by what its encoder gave"
     # The passes of these models are compared with single tokens in any case, and bits show more than roundings.
     is_alone = is_alone and plan.part("may keep bits", plan.form, partial(may_keep_bits, model))
-    is_alone = is_alone and not (plan.user_code or plan.picks_keys or kind_of(model).has_encoder)
+    is_alone = is_alone and not (plan.user_code or kind_of(model).has_encoder)
     if is_alone:
         name = f"{name} for a row alone, {torch.get_num_threads()} threads"
     try:
@@ -196,10 +194,7 @@ def _probe(model: PreTrainedModel, is_alone: bool) -> Support:
         raise ProbeError("there was too little memory to probe it") from error
     if unfit:
         return Support("none", unfit)
-    probed = picking_few(model) if picks_keys(model) else model
-    if probed is None:
-        return Support("none", "its attention sees keys that an indexer picks, which could not be tried with few")
-    return replace(_probed_shape(probed, config, is_alone), ropes=_growing_ropes(model, config))
+    return replace(_probed_shape(model, config, is_alone), ropes=_growing_ropes(model, config))
 
 
 @torch.inference_mode()

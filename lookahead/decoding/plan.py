@@ -270,8 +270,8 @@ def _with_drafts(plan: RequestPlan, facts: ModelPlan) -> RequestPlan:
     is_alone = call.input_ids.shape == (1, shortest) and not common.is_rounded
     given: Any = {"shortest": shortest, "max_length": stopping.max_length, "is_alone": is_alone, "plan": facts}
     found = support.support_of(model, **given, trusted=config.trust_user_code)
-    is_usual = not (facts.trains or facts.may_keep_states or facts.picks_keys)
-    if why := of_kind or ("" if is_usual or found.shape == "none" else _reason_of_layers(plan, facts)):
+    may_drop = found.shape != "none" and (facts.trains or facts.may_keep_states)
+    if why := of_kind or (_reason_of_layers(plan, facts) if may_drop else ""):
         found = support.Support("none", why)
     batch: Any = {"rows": batch_size, "is_padded": shortest < longest, "is_rounded": common.is_rounded}
     shape, reason = shape_of(model, found, config, **batch)
@@ -299,26 +299,18 @@ def _with_drafts(plan: RequestPlan, facts: ModelPlan) -> RequestPlan:
 
 
 def _reason_of_layers(plan: RequestPlan, facts: ModelPlan) -> str:
-    """Why a call cannot keep the cache, the states or the indexer's keys of its model, or an empty string."""
+    """Why a call cannot keep the cache or the states of its model, or an empty string."""
     model, past, config = plan.call.model, cache_in(plan.call.model_kwargs), plan.call.generation_config
     if config.use_cache is not False and facts.trains and checkpointed(model):
         return "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
-    keeps_states = facts.may_keep_states and bool(mixers_of(model))
-    if not (keeps_states or facts.picks_keys):
+    if not (facts.may_keep_states and mixers_of(model)):
         return ""
-    is_padded = bool(plan.lengths.min() < plan.call.input_ids.shape[1])
-    changed_by_padding = is_padded and not probes.heeds_padding(model)
-    if keeps_states:
-        if plan.keeps_cache and (len(plan.lengths) > 1 or not takes_states(past)):
-            return "its states can be returned for one prompt only, and only with attention"
-        if changed_by_padding:
-            return "its layers keep states, which the padding of a batch changes"
-        if validation.reads_otherwise(config):
-            return "its layers keep states, and its texts are read in parts or more than once"
-        return ""
-    if plan.keeps_cache or plan.continued:
-        return "its indexer has its own keys, which the caches of callers do not hold"
-    return "its indexer picks keys, which the padding of a batch changes" if changed_by_padding else ""
+    if plan.keeps_cache and (len(plan.lengths) > 1 or not takes_states(past)):
+        return "its states can be returned for one prompt only, and only with attention"
+    if plan.lengths.min() < plan.call.input_ids.shape[1] and not probes.heeds_padding(model):
+        return "its layers keep states, which the padding of a batch changes"
+    is_read_again = validation.reads_otherwise(config)
+    return "its layers keep states, and its texts are read in parts or more than once" if is_read_again else ""
 
 
 def shape_of(

@@ -51,7 +51,7 @@ class PromptsAhead:
     Attributes:
         reading: The prompts that are being read, or were read, in order.
         store: What the model keeps of earlier texts.
-        reads_apart: Whether prompts are read apart; those with states or indexer keys are read in the rows' cache.
+        reads_apart: Whether prompts are read apart; those with states are read in the rows' cache.
     """
 
     def __init__(

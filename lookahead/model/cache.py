@@ -97,7 +97,6 @@ class TreeLayer(CacheLayerMixin):
         self._slots = slots
         self._window = window
         self._places: list[tuple[SlotBlock, int]] = []  # of keys and values
-        self.indexer: TreeLayer | None = None  # the indexer's keys, if an indexer picks the keys of queries
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take a part of a block for the keys and one for the values; a block has room for later layers like this."""
@@ -135,17 +134,6 @@ class TreeLayer(CacheLayerMixin):
         seen = slice(self.get_mask_sizes(slots.width)[1], slots.kv_length)
         return self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
 
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the indexer keys of the pass's nodes; returns the keys of all slots, `[active, kv, dim]`."""
-        self.indexer = self.indexer or TreeLayer(self._slots)
-        new = indexer_key_states[:, None]
-        keys, _ = self.indexer.update(new, new[..., :0])
-        return keys[:, 0]
-
-    def buffers(self) -> list[Tensor]:
-        """Keys and values, and the keys of an indexer."""
-        return [self.keys, self.values, *([self.indexer.keys] if self.indexer else [])]
-
     @property
     def is_sliding(self) -> bool:
         """Whether the running pass reads a sliding window."""
@@ -174,8 +162,6 @@ class TreeLayer(CacheLayerMixin):
             block.fit(slots.rows, slots.capacity, slots.first + slots.active, slots.reached)
         self.keys, self.values = [block.whole[part] for block, part in self._places]
         slots.allocations += 1
-        if self.indexer is not None:
-            self.indexer.grow()
 
 
 class StateTreeLayer(StateLayer, TreeLayer):
@@ -227,7 +213,7 @@ class TreeCache(Cache):
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of all layers with their own KV. A layer that shares another's is never written."""
-        return [each for layer in self._written() for each in layer.buffers()]
+        return [each for layer in self._written() for each in (layer.keys, layer.values)]
 
     def _written(self) -> list[TreeLayer]:
         """The layers that have slots."""

@@ -30,8 +30,7 @@ Attention = Callable[..., tuple[Tensor, Any]]
 # The name of the cache among the inputs and outputs of a model. Transformers changed it in 5.24.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 MARKS_CACHES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
-_INDEXED = "indexed_attention"  # queries see the keys that an indexer picks, by the model's mask
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", _INDEXED})
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 SILU = SiLUActivation, nn.SiLU
 """The classes of the activation `x * sigmoid(x)`."""
 
@@ -62,12 +61,7 @@ def calls_registered_attention(model: Any) -> bool:
     """Whether the layers of a model, or of its decoder, call the configured attention function with all keys."""
     decoder = decoder_of(model)
     own = not isinstance(decoder, PreTrainedModel) or decoder._can_set_attn_implementation()
-    return bool(own and model._can_set_attn_implementation()) and not picks_keys(model)
-
-
-def picks_keys(model: Any) -> bool:
-    """Whether an indexer of some layer picks the keys that a query sees, as in DeepSeek sparse attention."""
-    return _INDEXED in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    return bool(own and model._can_set_attn_implementation())
 
 
 def uncompiled(model: Any) -> Any:

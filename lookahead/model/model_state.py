@@ -52,6 +52,11 @@ class LearnedState:
             return value
 
 
+def _asked(fact: Callable[[Any], T]) -> cached_property[T]:
+    """An attribute of a plan that is asked of its model once."""
+    return cached_property(lambda plan: fact(plan.model()))
+
+
 class ModelPlan:
     """What is known about a model, valid as long as its stamp is: whose code it runs, verdicts, and kept prefixes.
 
@@ -69,89 +74,24 @@ class ModelPlan:
         self.prefixes: Any = None
         self.reported: set[bool] = set()
         self.form = stamp.form
-        self._model = ref(model)  # the state of a model must not keep it alive
+        self.model = ref(model)  # the state of a model must not keep it alive
         self._parts: dict[Hashable, tuple[int, Any]] = {}
         self._verdicts: dict[str, Any] = {}
         self._file: tuple[Path | None] | None = None
 
-    @property
-    def _lm(self) -> Any:
-        return self._model()
-
-    @cached_property
-    def device(self) -> torch.device:
-        """The device of its input tokens."""
-        return facts.input_device(self._lm)
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """Token ids that it, or its decoder, has embeddings for."""
-        return facts.decoder_vocabulary(self._lm)
-
-    @cached_property
-    def embeddings(self) -> int:
-        """Rows of its embedding table, or of its encoder's."""
-        return facts.vocabulary_size(self._lm)
-
-    @cached_property
-    def positions(self) -> int | None:
-        """Size of its position table; None for no limit."""
-        return facts.position_limit(self._lm)
-
-    @cached_property
-    def inputs(self) -> frozenset[str]:
-        """The names of its inputs."""
-        return facts.inputs_of(self._lm)
-
-    @cached_property
-    def cache_input(self) -> str:
-        """The name of its cache among the inputs."""
-        return facts.cache_input(self._lm)
-
-    @cached_property
-    def windows(self) -> list[int | None]:
-        """Positions that each layer's cache keeps for a query; None for all."""
-        return facts.windows_of(self._lm)
-
-    @cached_property
-    def attention(self) -> str | None:
-        """The name of the attention function that its configuration chooses."""
-        return facts.attention_name(self._lm.config.get_text_config())
-
-    @cached_property
-    def registers_attention(self) -> bool:
-        """Whether its layers call the configured attention function with all keys."""
-        return facts.calls_registered_attention(self._lm)
-
-    @cached_property
-    def picks_keys(self) -> bool:
-        """Whether an indexer picks the keys that a query sees."""
-        return facts.picks_keys(self._lm)
-
-    @cached_property
-    def may_keep_states(self) -> bool:
-        """Whether some of its layers are not attention."""
-        return facts.may_keep_states(self._lm)
-
-    @cached_property
-    def reads_at_once(self) -> bool:
-        """Whether a prompt must be read in one pass."""
-        return facts.prefills_at_once(self._lm)
-
-    @cached_property
-    def reads_text(self) -> bool:
-        """Whether it, or its encoder, reads tokens."""
-        return facts.reads_text(self._lm)
-
-    @cached_property
-    def processes(self) -> int:
-        """Processes that share it by tensor parallelism."""
-        return facts.processes_of(self._lm)
-
-    @cached_property
-    def trains(self) -> bool:
-        """Whether some module is in training mode."""
-        return any(module.training for module in modules_of(self._lm))
+    device = _asked(facts.input_device)
+    vocabulary = _asked(facts.decoder_vocabulary)
+    embeddings = _asked(facts.vocabulary_size)
+    positions = _asked(facts.position_limit)
+    inputs = _asked(facts.inputs_of)
+    cache_input = _asked(facts.cache_input)
+    windows = _asked(facts.windows_of)
+    attention = _asked(lambda model: facts.attention_name(model.config.get_text_config()))
+    registers_attention = _asked(facts.calls_registered_attention)
+    may_keep_states = _asked(facts.may_keep_states)
+    reads_at_once = _asked(facts.prefills_at_once)
+    processes = _asked(facts.processes_of)
+    trains = _asked(lambda model: any(module.training for module in modules_of(model)))
 
     def part(self, name: Hashable, form: int, make: Callable[[], T]) -> T:
         """What is made once of the modules of the model, such as their packed layers, valid for a `Form` of theirs.
@@ -188,8 +128,7 @@ class ModelPlan:
     def _file_of(self, model: Any) -> Path | None:
         """The file of the verdicts; None if another process could not know that the model is the same."""
         if self._file is None:
-            is_unknown = self.user_code or state_of(model).is_throwaway
-            self._file = (None if is_unknown else verdict_file(model),)
+            self._file = (None if self.user_code else verdict_file(model),)
         return self._file[0]
 
 
@@ -199,7 +138,6 @@ class ModelState:
     def __init__(self) -> None:
         self.plan: ModelPlan | None = None  # of the newest recognition
         self.learned = LearnedState()
-        self.is_throwaway = False  # a copy that a probe made: nothing about it is worth a file
         self.has_failed_capture = False  # recording CUDA graphs failed, and is not tried again
         self.unserved: frozenset[str] | None = None  # `TreePass.unserved` of the newest pass over drafts on a GPU
         self.graphs: Any = None  # `KeptGraphs` that no call uses

@@ -109,7 +109,6 @@ TREES: Rows = {
         {**LLAMA4, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
     ),
     "AXK1": ("MLA, MoE", MLA_EXPERTS),
-    "AXK2": ("MLA, keys picked by an indexer, MoE", PICKING),
     "Afmoe": ("RoPE in windows, NoPE, GQA, QK norm, gated, MoE", MIXED_EXPERTS),
     "Apertus": ("llama3 RoPE, GQA, QK norm", {}),
     "Arcee": ("RoPE, GQA", {}),
@@ -131,7 +130,6 @@ TREES: Rows = {
     ),
     "DeepseekV2": ("MLA, MoE", MLA_EXPERTS),
     "DeepseekV3": ("MLA, MoE", MLA_EXPERTS),
-    "DeepseekV32": ("MLA, keys picked by an indexer, MoE", PICKING),
     "DiffLlama": ("RoPE, GQA, differential attention", {}),
     "Dots1": ("RoPE, GQA, QK norm, windows in every other layer, MoE", {**MIXED_EXPERTS, "n_shared_experts": 1}),
     "Ernie4_5": ("RoPE, GQA", HEAD_8),
@@ -179,7 +177,6 @@ TREES: Rows = {
     "Glm4": ("partial RoPE, GQA, norms around attention", HEAD_8),
     "Glm4Moe": ("partial RoPE, GQA, MoE", {**EXPERTS, **HEAD_8}),
     "Glm4MoeLite": ("MLA, MoE", MLA_EXPERTS),
-    "GlmMoeDsa": ("MLA, keys picked by an indexer, MoE", PICKING),
     "GPT2": ("learned positions, MHA", {}),
     "GPT2-upcast": (
         "learned positions, MHA, scaled by layer",
@@ -212,7 +209,6 @@ TREES: Rows = {
     "HunYuanMoEV1": ("RoPE, GQA, QK norm, MoE", {**EXPERTS, **HEAD_8, "moe_topk": 2}),
     "HyperCLOVAX": ("RoPE, GQA", {}),
     "HYV3": ("RoPE, GQA, QK norm, MoE", {**EXPERTS, **HEAD_8}),
-    "HYV4": ("MLA, keys picked by an indexer, sinks, MoE", PICKING),
     "Jais2": ("RoPE, GQA, biases", {}),
     "JetMoe": ("RoPE, mixture of attention heads, MoE", {**EXPERTS, "kv_channels": 8}),
     "Kolibri1": ("RoPE, GQA, QK norm, windows in every other layer, MoE", MIXED_EXPERTS),
@@ -347,6 +343,10 @@ STATES: Rows = {
     ),
 }
 PLAIN: Rows = {
+    "AXK2": ("MLA, keys picked by an indexer, MoE", PICKING),
+    "DeepseekV32": ("MLA, keys picked by an indexer, MoE", PICKING),
+    "GlmMoeDsa": ("MLA, keys picked by an indexer, MoE", PICKING),
+    "HYV4": ("MLA, keys picked by an indexer, sinks, MoE", PICKING),
     "Inkling": (
         "short convolutions beside attention by distance, GQA, windows, MoE",
         {**EXPERTS, **HEAD_8, "layer_types": ["hybrid_sliding", "hybrid"], "sliding_window": 9}

@@ -53,10 +53,10 @@ prompts of a batch are read one after the other. Every row is a test: a tiny ran
 `model.generate`. A model that is not listed is probed with a few tokens at its first use.
 
 A family is plain if a node would depend on more than its path: MiniMax and RecurrentGemma keep states outside of the
-cache, MiniMax M3 selects blocks of cache slots, Inkling attends by distances between slots, OpenAI GPT and FSMT have no
-cache to continue from, experts of NLLB-MoE and Switch take a fixed number of tokens of a pass, and ProphetNet takes one
-token a pass. Beams of models with states or indexers go to transformers, with a warning. If an indexer gives keys
-exactly equal scores, the slots decide the selection, in transformers too.
+cache, indexers pick the keys that a query sees (AXK2, DeepSeek V3.2, GLM DSA, HYV4) or blocks of them (MiniMax M3),
+Inkling attends by distances between slots, OpenAI GPT and FSMT have no cache to continue from, experts of NLLB-MoE and
+Switch take a fixed number of tokens of a pass, and ProphetNet takes one token a pass. Beams of models with states go to
+transformers, with a warning.
 
 `python -m tests.support.families --write` writes this page."""
 ENCODER_DECODERS_TOO = """\

@@ -41,7 +41,6 @@ from lookahead.model.facts import (
     cache_in,
     empty_cache,
     is_callers,
-    picks_keys,
     processes_of,
     tokens_in,
     vocabulary_size,
@@ -209,7 +208,6 @@ class BeamLoop(PlainLoop):
         )  # fmt: skip
         apart = "it is spread over several processes" if processes_of(model) > 1 else ""
         apart = apart or ("its layers keep states" if mixers_of(model) else "")
-        apart = apart or ("an indexer picks the keys it sees" if picks_keys(model) else "")
         if support.shape != "trees" or apart:
             reason = support.reason or apart
             reason = f"the beams of {type(model).__name__} are not a token tree: {reason}"
