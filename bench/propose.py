@@ -31,7 +31,7 @@ from lookahead.drafting.proposal import Feedback, Top
 from lookahead.drafting.select import merge
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.engine import engine
-from lookahead.model.calls import resolve_call
+from lookahead.model.calls import ResolvedCall
 from lookahead.ngram.chains import ChainIndex
 from lookahead.ngram.prune import Limits
 from lookahead.ngram.successors import TOP
@@ -90,7 +90,8 @@ def time_steps(config: LookaheadConfig, prompts: int = 180) -> dict[str, float]:
         for _ in range(prompts):
             words = rng.integers(10, 300, (6, 8))
             ids = torch.tensor(words[rng.integers(6, size=40)].reshape(1, -1))
-            call = resolve_call(model, ids, max_new_tokens=40, do_sample=False, eos_token_id=None)
+            options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+            call = model.generate(ids, custom_generate=ResolvedCall.of, **options)
             decoding: Any = plan_request(call, config).begin()
             decoding._backend.score = aside(decoding._backend.score)
             with decoding.serving():

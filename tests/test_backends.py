@@ -23,7 +23,7 @@ from lookahead.backend.torch_backend import TorchBackend
 from lookahead.decoding.plan import RequestPlan, plan_request
 from lookahead.drafting.tree import TokenTree
 from lookahead.model import model_state
-from lookahead.model.calls import resolve_call
+from lookahead.model.calls import ResolvedCall
 from lookahead.model.families import FAMILIES as DECLARED
 from lookahead.model.model_state import state_of
 from lookahead.stats import DecodingStats, total
@@ -114,7 +114,7 @@ def test_passes_are_recorded_on_one_gpu_until_a_recording_fails(
 
 def plan_of(model: Any, config: LookaheadConfig | None = None, **options: Any) -> RequestPlan:
     """The plan of a call."""
-    return plan_request(resolve_call(model, IDS, **options), config)
+    return plan_request(model.generate(IDS, custom_generate=ResolvedCall.of, **options), config)
 
 
 def test_a_plan_tells_what_is_verified_and_generates_nothing(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 import lookahead
 from lookahead import LookaheadConfig, PromptError
 from lookahead.decoding.prompt_reading import PromptReading, placeholders_of
-from lookahead.model.calls import resolve_call
+from lookahead.model.calls import ResolvedCall
 from lookahead.model.facts import CACHE, tokens_in
 from tests.support.adversarial_proposers import Offer, Scripted, always_wrong, drafting_by, perfect, random_trees
 from tests.support.token_prompts import DRAFTING
@@ -298,7 +298,7 @@ def test_what_is_not_served_behind_an_image_is_decoded_plainly_and_says_why(
 @pytest.mark.parametrize("lost", [0, 1])
 def test_passes_that_do_not_see_all_that_the_model_sees_are_found_out(lost: int) -> None:
     model = build(SEEING["Llava"])
-    call = resolve_call(model, **prompts(SEEING["Llava"]), **LENGTH)
+    call = model.generate(**prompts(SEEING["Llava"]), **LENGTH, custom_generate=ResolvedCall.of)
     reading = PromptReading(call, np.array([call.input_ids.shape[1] - lost]), keeps_cache=False)
     assert reading.unsupported_reason("trees", (), 8) == ("its passes after them differ from ours" if lost else "")
 

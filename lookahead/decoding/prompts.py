@@ -25,7 +25,7 @@ from lookahead.decoding.plan import RequestPlan, plan_request
 from lookahead.decoding.prediction_reading import read_prediction, read_predictions
 from lookahead.drafting.proposal import IntArray
 from lookahead.errors import ConfigError, PromptError, PromptTooLongError
-from lookahead.model.calls import kind_of, resolve_call
+from lookahead.model.calls import ResolvedCall, kind_of
 from lookahead.model.facts import inputs_of
 from lookahead.model.model_state import ModelPlan, recognise
 
@@ -170,9 +170,9 @@ class PromptReader:
             options["pad_token_id"] = pad
         if self._seed is not None:
             torch.manual_seed(self._seed)
-        call = resolve_call(
-            causal_lm,
+        call: ResolvedCall = causal_lm.generate(
             padded.to(device),
+            custom_generate=ResolvedCall.of,
             attention_mask=mask.to(device),
             generation_config=self._generation_config,
             **{**options, **(self._padded_further(device) if self.further else {})},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,21 @@ class ResolvedCall(NamedTuple):
     generation_config: GenerationConfig
     inputs_tensor: Tensor | None  # the encoder's inputs
     model_kwargs: dict[str, Any]  # inputs of the model, including the encoder's outputs
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> ResolvedCall:
+        """What `model.generate(..., custom_generate=ResolvedCall.of)` returns, instead of generating."""
+        given = model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor
+        return cls(*given, model_kwargs)
 
     @property
     def pad_token(self) -> Tensor | None:
@@ -244,32 +259,6 @@ def is_left_padded(mask: Tensor) -> bool:
     """Whether every row of a mask, `[batch, tokens]`, is zeros and then ones."""
     kept = mask.bool().cpu().numpy()
     return bool((kept[:, 1:] >= kept[:, :-1]).all())
-
-
-def resolve_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> ResolvedCall:
-    """Let `model.generate` check and resolve its arguments, without generating.
-
-    Args:
-        model: The model.
-        *args: Arguments of `model.generate`.
-        **kwargs: Keyword arguments of it, except `custom_generate`.
-    """
-    resolved: ResolvedCall = cast(Any, model).generate(*args, custom_generate=_as_resolved, **kwargs)
-    return resolved
-
-
-def _as_resolved(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    inputs_tensor: Tensor | None = None,
-    **rest: Any,
-) -> ResolvedCall:
-    """What `model.generate` resolved, in place of a generation."""
-    given = model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor
-    return ResolvedCall(*given, rest)
 
 
 def own_sample(call: ResolvedCall) -> Callable[..., Any]:

@@ -6,9 +6,10 @@ from typing import Any
 
 from lookahead import LookaheadConfig
 from lookahead.decoding.plan import plan_request
-from lookahead.model.calls import resolve_call
+from lookahead.model.calls import ResolvedCall
 
 
 def engine_of(model: Any, *args: Any, lookahead_config: LookaheadConfig | None = None, **options: Any) -> Any:
     """The engine of a call with these arguments, or transformers' loop."""
-    return plan_request(resolve_call(model, *args, **options), lookahead_config).begin()
+    call = model.generate(*args, custom_generate=ResolvedCall.of, **options)
+    return plan_request(call, lookahead_config).begin()
