@@ -135,11 +135,9 @@ class Search(KeepsAddresses):
         max_nodes: int,  # without the root, at least 1
         min_probability: float = 0.0,  # nodes less likely to be reached are left out
         context: IntArray | None = None,  # int32; its end is looked up. None: the open document of the first text
-        *,
-        is_chain: bool = False,  # only the likeliest candidate after each node is kept
     ) -> Trie:
         """A tree of continuations; only its root if nothing was found."""
-        options = context is None, max(min_probability, FLOOR), is_chain
+        options = context is None, max(min_probability, FLOOR), False
         found, probs = np.empty((4, max_nodes + 1), np.int32), np.empty(max_nodes + 1, np.float32)
         size = grow(self.record, _NONE if context is None else context, options, max_nodes, found, probs)
         found = found[:, :size]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -21,13 +20,11 @@ from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.backend.support import support_of
 from lookahead.drafting.cost_model import StepCost
 from lookahead.drafting.tree import TokenTree
-from lookahead.errors import UnsupportedModelError
 from lookahead.kernels.topk import likeliest
 from lookahead.model.calls import kind_of
 from lookahead.model.facts import input_device, position_limit
 
-_WARM_UPS = 2
-NODES = (1, 2, 4, 8, 16, 32, 64)
+NODES = (1, 2, 4, 8, 16, 32, 64)  # of the steps of a sweep
 _CONTEXT = 64  # tokens; a longer prefill would take longer than the sweep
 _ROUNDS = 3
 QUICK_S = 3.0  # target of a quick sweep; a slow model takes longer: one warm-up and one round
@@ -53,38 +50,27 @@ def calibrate_quickly(model: PreTrainedModel, cost: StepCost) -> bool:
     context = min(_CONTEXT, (position_limit(model) or sys.maxsize) - max(NODES) - 1)
     if context < 1 or kind_of(model).has_encoder:
         return False
-    try:
-        seconds = _sweep(model, context, NODES, rounds=_ROUNDS, within_s=LONGEST_QUICK_S)
-    except UnsupportedModelError:
-        return False
+    seconds = _sweep(model, context)
     if not seconds or any(spent > n * seconds[0] for n, spent in zip(NODES[1:], seconds[1:], strict=True)):
         return False
     cost.calibrate(NODES, seconds, rows=1, context=context + max(NODES))
     return True
 
 
-def _sweep(
-    model: PreTrainedModel,
-    context: int,
-    nodes: Sequence[int],
-    *,
-    rounds: int,
-    within_s: float = math.inf,
-) -> list[float]:
-    """Median seconds of a step for every number of nodes; none if the sweep would take longer than `within_s`."""
-    length = context + max(nodes) + 1
-    support = support_of(model, shortest=context, max_length=length)
-    if support.shape == "none":
-        raise UnsupportedModelError(f"{type(model).__name__} cannot verify drafts: {support.reason}")
-    device, shape = input_device(model), support.shape
-    captures = records_graphs(model)
-    backend = backend_for(model, rows=1, capacity=length, shape=shape, most_nodes=max(nodes), captures=captures)
+def _sweep(model: PreTrainedModel, context: int) -> list[float]:
+    """Median seconds of a step for every one of `NODES`; none if the model cannot verify drafts, or is too slow."""
+    length = context + max(NODES) + 1
+    shape = support_of(model, shortest=context, max_length=length).shape
+    if shape == "none":
+        return []
+    device, captures = input_device(model), records_graphs(model)
+    backend = backend_for(model, rows=1, capacity=length, shape=shape, most_nodes=max(NODES), captures=captures)
     policy = BitPolicy.SOLO if shape == "trees" and keeps_solo_bits(model) else BitPolicy.ROUNDED
     rng = np.random.default_rng(0)
     config: Any = model.config.get_text_config()
     prompt = rng.integers(0, config.vocab_size, context + 1).astype(np.int32)
     root, trees, children = np.zeros(1, np.int32), [], 2 if shape == "trees" else 1
-    for n in nodes:
+    for n in NODES:
         tokens = (np.arange(n, dtype=np.int32) + rng.integers(config.vocab_size)) % config.vocab_size  # siblings differ
         # Recurrent layers run once per depth. Their trees are two chains, as deep as drafts are.
         parents = np.arange(n) - 2 if backend.cache.states else (np.arange(n) - 1) // children
@@ -93,13 +79,10 @@ def _sweep(
     with backend.serving():
         backend.read([prompt[:2]])  # enough to refuse a model that is too slow
         backend.cache.commit(0, root)
-        plain_s = min(timed(partial(_step, backend, trees[nodes.index(1)], policy), device) for _ in range(2))
-        round_s, warm_ups = plain_s * len(nodes) * _STEP_TO_PLAIN, _WARM_UPS
-        if within_s < math.inf:
-            rounds, warm_ups = max(1, min(rounds, int(QUICK_S / round_s) - 1)), 1
-        if captures:
-            warm_ups = backend.warm_ups
-        if round_s * (warm_ups + rounds) > within_s:
+        plain_s = min(timed(partial(_step, backend, trees[0], policy), device) for _ in range(2))
+        round_s, warm_ups = plain_s * len(NODES) * _STEP_TO_PLAIN, backend.warm_ups if captures else 1
+        rounds = max(1, min(_ROUNDS, int(QUICK_S / round_s) - 1))
+        if round_s * (warm_ups + rounds) > LONGEST_QUICK_S:
             return []
         backend.read([prompt])
         backend.cache.commit(0, root)
