@@ -219,7 +219,7 @@ def plan_request(
         common = Common(model=model, config=config)
         return RequestPlan(call=call, common=common, context=context, stopping=stopping, **given)
     validation.validate_call(model, generation_config, call.model_kwargs)
-    past = cache_in(call.model_kwargs)
+    past, of_kind = cache_in(call.model_kwargs), kind_of(model).cache_reason(call)
     # transformers masks the empty slots of a static cache; without a cache, or with a prefill in parts, its products
     # have other row counts. Either way the bits differ from decoding one token at a time.
     is_static = isinstance(getattr(past, "self_attention_cache", past), StaticCache)
@@ -245,7 +245,7 @@ def plan_request(
     has_objects = bool(call.logits_processor or stopping.custom)
     if has_objects and (reason := _reason_of_objects(plan)):
         return replace(plan, reason=reason)
-    return _with_drafts(plan, facts)
+    return _with_drafts(plan, facts, of_kind)
 
 
 def _reason_of_objects(plan: RequestPlan) -> str:
@@ -259,12 +259,12 @@ def _reason_of_objects(plan: RequestPlan) -> str:
     return ""
 
 
-def _with_drafts(plan: RequestPlan, facts: ModelPlan) -> RequestPlan:
-    """The plan with the shape of its drafts, or with the reason why it has none."""
+def _with_drafts(plan: RequestPlan, facts: ModelPlan, of_kind: str) -> RequestPlan:
+    """The plan with the shape of its drafts, or with the reason why it has none, such as `of_kind`."""
     call, common, stopping, (batch_size, longest) = plan.call, plan.common, plan.stopping, plan.call.input_ids.shape
     model, config, shortest = call.model, common.config, int(plan.lengths.min())
     positions, past = call.model_kwargs.get("position_ids"), cache_in(call.model_kwargs)
-    others, of_kind = validation.other_inputs(model, call.model_kwargs), kind_of(model).cache_reason(call)
+    others = validation.other_inputs(model, call.model_kwargs)
     if positions is not None and not validation.has_usual_positions(positions, plan.lengths, longest):
         others = [*others, "position_ids"]
     is_alone = call.input_ids.shape == (1, shortest) and not common.is_rounded

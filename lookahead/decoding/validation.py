@@ -23,7 +23,6 @@ from lookahead.errors import ConfigError, PromptError, UnsupportedModelError, wa
 from lookahead.model.calls import kind_of, mask_length
 from lookahead.model.facts import (
     CACHE,
-    cache_in,
     check_model,
     decoder_vocabulary,
     described,
@@ -241,7 +240,6 @@ def validate_call(
         raise _left_out(f"{mode.value.replace('_', ' ')} ({named}) is not served here", hint)
     if config.cache_implementation == "quantized":
         raise _left_out("a quantized cache changes tokens and is not served")
-    kind.check_cache(cache_in(model_kwargs), config)
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise _left_out(f"{name}=True is not served")

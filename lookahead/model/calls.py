@@ -161,9 +161,6 @@ class ModelKind:
         """Maximum tokens of the text that is continued; None if positions are computed."""
         return position_limit(model)
 
-    def check_cache(self, past: Any, config: GenerationConfig) -> None:
-        """Raise UnsupportedModelError if the cache of a call of `model.generate` cannot be served."""
-
     def encoded(self, call: ResolvedCall, *, is_returned: bool) -> Any:
         """What the encoder has read of a call, whose cache the caller may get; None without an encoder."""
         return None
@@ -189,7 +186,11 @@ class ModelKind:
         return False
 
     def cache_reason(self, call: ResolvedCall) -> str:
-        """Why the cache of a call holds no drafts, or an empty string; asked before the model is probed."""
+        """Why the cache of a call holds no drafts, or an empty string; asked before the model is probed.
+
+        Raises:
+            UnsupportedModelError: The cache cannot be served.
+        """
         return ""
 
     def trees_reason(self, model: PreTrainedModel, *, rows: int, is_padded: bool, is_rounded: bool) -> str:

@@ -129,6 +129,7 @@ class BeamLoop(PlainLoop):
             call.model, call.input_ids, call.generation_config, call.model_kwargs,
         )  # fmt: skip
         validation.validate_call(model, generation_config, options, modes=BEAM_MODES)
+        kind_of(model).cache_reason(call)  # refuses caches
         if any(map(is_per_row, call.logits_processor)):
             raise UnsupportedModelError("processors per row cannot follow beams, whose rows are copied to each other")
         past, beams = cache_in(options), generation_config.num_beams

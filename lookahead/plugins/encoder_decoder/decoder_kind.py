@@ -88,17 +88,16 @@ class DecoderKind(ModelKind):
     def positions(self, model: PreTrainedModel) -> int | None:
         return side_positions(model, "decoder")
 
-    def check_cache(self, past: Any, config: GenerationConfig) -> None:
-        if may_be_callers(past, config) and not isinstance(past, EncoderDecoderCache):
-            raise UnsupportedModelError(f"{CACHE} must be an EncoderDecoderCache, got a {type(past).__name__}")
-        if not isinstance(past, EncoderDecoderCache):
-            return
-        if past.get_seq_length() > 0:
-            got = f"{CACHE} of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens"
-            raise UnsupportedModelError(f"{got}; leave out custom_generate to continue from them")
-        kind = type(past.self_attention_cache)
-        if validation.is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
-            raise UnsupportedModelError(f"a {kind.__name__} is not returned; leave out custom_generate for it")
+    def cache_reason(self, call: ResolvedCall) -> str:
+        past = cache_in(call.model_kwargs)
+        _check_cache(past, call.generation_config)
+        if reads_text(call.model):
+            return ""
+        note_outputs(call.model, call.model_kwargs["encoder_outputs"])  # probes need to know their sizes
+        grows = isinstance(getattr(past, "self_attention_cache", past), DynamicCache)
+        if grows and call.generation_config.use_cache is not False:
+            return ""
+        return "its encoder reads no text, and the cache of its decoder does not grow"
 
     def encoded(self, call: ResolvedCall, *, is_returned: bool) -> Encoded:
         model, options, inputs = call.model, call.model_kwargs, call.inputs_tensor
@@ -139,17 +138,6 @@ class DecoderKind(ModelKind):
         kinds = [{name: (each.dtype, each.device) for name, each in weights.items()} for weights in (own, others)]
         return kinds[0] == kinds[1] and all(torch.equal(each, others[name]) for name, each in own.items())
 
-    def cache_reason(self, call: ResolvedCall) -> str:
-        if reads_text(call.model):
-            return ""
-        note_outputs(call.model, call.model_kwargs["encoder_outputs"])  # probes need to know their sizes
-        past = cache_in(call.model_kwargs)
-        if isinstance(getattr(past, "self_attention_cache", past), DynamicCache) and (
-            call.generation_config.use_cache is not False
-        ):
-            return ""
-        return "its encoder reads no text, and the cache of its decoder does not grow"
-
     def trees_reason(self, model: PreTrainedModel, *, rows: int, is_padded: bool, is_rounded: bool) -> str:
         is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"
         if is_padded and not heeds_padding(model):
@@ -163,6 +151,19 @@ class DecoderKind(ModelKind):
     def modules_beside(self, model: PreTrainedModel) -> list[nn.Module]:
         encoder = encoder_of(model)
         return [] if encoder is None else [encoder]
+
+
+def _check_cache(past: Any, config: GenerationConfig) -> None:
+    if may_be_callers(past, config) and not isinstance(past, EncoderDecoderCache):
+        raise UnsupportedModelError(f"{CACHE} must be an EncoderDecoderCache, got a {type(past).__name__}")
+    if not isinstance(past, EncoderDecoderCache):
+        return
+    if past.get_seq_length() > 0:
+        got = f"{CACHE} of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens"
+        raise UnsupportedModelError(f"{got}; leave out custom_generate to continue from them")
+    kind = type(past.self_attention_cache)
+    if validation.is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
+        raise UnsupportedModelError(f"a {kind.__name__} is not returned; leave out custom_generate for it")
 
 
 register("kind", "encoder-decoder", DecoderKind)
