@@ -147,7 +147,16 @@ class TorchBackend:
         as_whole: bool = False,
         on_prefill: OnPrefill | None = None,
     ) -> Tensor:
-        """See `Backend.read`."""
+        """See `Backend.read`.
+
+        Args:
+            prompts: int32 `[tokens]` for each row from `first` on.
+            first: The first row.
+            encoded: Encoder outputs of the rows.
+            texts: Tokens in the cache for each row before `first`.
+            as_whole: Whether prompts have the bits of a pass over the whole behind their cached prefixes.
+            on_prefill: Called before the first pass and after every pass.
+        """
         self.reused_tokens, self._has_copies = [0] * len(prompts), self._is_half and as_whole
         with self._inputs.reading(encoded) as logits:
             if logits is not None:

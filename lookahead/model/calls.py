@@ -52,7 +52,17 @@ class ResolvedCall(NamedTuple):
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> ResolvedCall:
-        """What `model.generate(..., custom_generate=ResolvedCall.of)` returns, instead of generating."""
+        """What `model.generate(..., custom_generate=ResolvedCall.of)` returns, instead of generating.
+
+        Args:
+            model: The model, as in the attributes.
+            input_ids: The prompts.
+            logits_processor: The processors.
+            stopping_criteria: The criteria.
+            generation_config: The configuration, resolved.
+            inputs_tensor: The input of an encoder.
+            **model_kwargs: Inputs of the model.
+        """
         given = model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor
         return cls(*given, model_kwargs)
 
