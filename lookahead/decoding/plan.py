@@ -111,9 +111,10 @@ class RequestPlan:
             return support.support_of(self.call.model, **given).shape == "trees"
         return self.shape == "trees"
 
-    def rows(self) -> list[Row]:
-        """The rows of an engine, one for each prompt."""
+    def rows(self) -> tuple[list[Row], Any]:
+        """The rows of an engine, one for each prompt, and what an encoder has read of them, or None."""
         call, longest = self.call, self.call.input_ids.shape[1]
+        encoded = kind_of(call.model).encoded(call, is_returned=self.keeps_cache)
         config, device = call.generation_config, call.input_ids.device
         is_shown = bool(config.output_scores or config.output_logits)
         batch_size = len(self.lengths)
@@ -135,7 +136,9 @@ class RequestPlan:
             places = np.array(placeholders_of(call.model, call.input_ids), np.int64)
             for row in rows:
                 row.placeholders, row.stats.prefill_s = places, self.reading.seconds
-        return rows
+        for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
+            row.read_by_encoder(tokens)
+        return rows, encoded
 
     def begin(self, *, warns: bool = True) -> Loop:
         """The loop that decodes the request; a warning says why if it is the loop of transformers and `warns`.
@@ -154,9 +157,7 @@ class RequestPlan:
                 warn(self.reason)
             sample = outside_passes()(own_sample(call))
             return PlainLoop(sample, call.input_ids, self.lengths, call.stopping_criteria, self.context)
-        encoded, rows = kind_of(call.model).encoded(call, is_returned=self.keeps_cache), self.rows()
-        for row, tokens in zip(rows, () if encoded is None else encoded.tokens, strict=False):
-            row.read_by_encoder(tokens)
+        rows, encoded = self.rows()
         warp = warp_of(call.logits_processor) if self.is_sampled else None
         given: Any = {"warp": warp, "encoded": encoded, "reading": self.reading}
         # A signal handler may decode while its thread changes the measurements of the model: then it uses fresh ones.

@@ -11,7 +11,6 @@ from lookahead.decoding.plan import RequestPlan
 from lookahead.decoding.validation import validate_call
 from lookahead.engine.engine import NO_NODES
 from lookahead.engine.row import StepOutput
-from lookahead.model.calls import kind_of
 from lookahead.model.facts import input_device
 from lookahead.stats import DecodingStats
 from lookahead.verification.rules import FinishReason
@@ -76,11 +75,9 @@ class Request:
         validate_call(plan.call.model, plan.call.generation_config, plan.call.model_kwargs)
         if not (shares_rows and plan.can_join):
             return
-        (row,), call = plan.rows(), plan.call
-        encoded = kind_of(call.model).encoded(call, is_returned=plan.keeps_cache)
-        row.index, row.device = self.index, input_device(plan.call.model)
+        (row,), encoded = plan.rows()
+        row.index, row.device, row.encoded = self.index, input_device(plan.call.model), encoded
         if encoded is not None:
-            row.read_by_encoder(encoded.tokens[0], encoded)
             self.encoder_tokens = len(self.ids)
         self.row, self.stats = row, row.stats
 

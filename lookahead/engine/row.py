@@ -105,9 +105,9 @@ class Row:
         """Number of its tokens without padding."""
         return self.length - self.padding
 
-    def read_by_encoder(self, inputs: IntArray, encoded: Any = None) -> None:
-        """Set the encoder's input, int32 `[tokens]`, and its `encoded` output if the row joins others."""
-        self.inputs, self.encoded = inputs, encoded
+    def read_by_encoder(self, inputs: IntArray) -> None:
+        """Set the encoder's input, int32 `[tokens]`."""
+        self.inputs = inputs
         self.stats.prompt_tokens += len(inputs)
 
     def positions_left(self, positions: int) -> int:
