@@ -77,7 +77,6 @@ class ModelPlan:
         self.model = ref(model)  # the state of a model must not keep it alive
         self._parts: dict[Hashable, tuple[int, Any]] = {}
         self._verdicts: dict[str, Any] = {}
-        self._file: tuple[Path | None] | None = None
 
     device = _asked(facts.input_device)
     vocabulary = _asked(facts.decoder_vocabulary)
@@ -109,12 +108,13 @@ class ModelPlan:
         self.prefixes = None
         self._parts.clear()
 
-    def verdict(self, name: str, make: Callable[[], T], parse: Parse[T] | None, model: Any) -> T:
+    def verdict(self, name: str, make: Callable[[], T], parse: Parse[T] | None) -> T:
         """The verdict of a name, made at the first request, or read from the file of an earlier process."""
         if name not in self._verdicts:
-            file = self._file_of(model) if parse is not None else None
+            file = self._file if parse is not None else None
             value = find_kept(file, name, parse) if file is not None and parse is not None else None
             if value is None:
+                model: Any = self.model()
                 state = state_of(model)
                 noted = state.noted
                 with leaving_nothing(model):
@@ -125,11 +125,10 @@ class ModelPlan:
         result: T = self._verdicts[name]
         return result
 
-    def _file_of(self, model: Any) -> Path | None:
+    @cached_property
+    def _file(self) -> Path | None:
         """The file of the verdicts; None if another process could not know that the model is the same."""
-        if self._file is None:
-            self._file = (None if self.user_code else verdict_file(model),)
-        return self._file[0]
+        return None if self.user_code else verdict_file(self.model())
 
 
 class ModelState:
@@ -170,7 +169,7 @@ class ModelState:
         """
         with self.probing:
             plan = self.plan or recognise(model)
-            return plan.verdict(name, probe, parse, model)
+            return plan.verdict(name, probe, parse)
 
 
 def recognise(model: Any, *, trusted: bool = False) -> ModelPlan:
