@@ -81,7 +81,7 @@ OPTIONAL = {
     "documents.sound_files": {"soundfile", "soxr"},
     "kernels": {"triton"},
     "serving.media": {"PIL"},
-    "serving": {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},
+    "serving": {"anyio", "fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"},
     "jobs.worker_pool": {"ray"},
     "plugins.grammar.grammar": {"llguidance"},
     "plugins.grammar.grammar_text": {"llguidance"},

@@ -10,7 +10,8 @@ from pydantic import AfterValidator, AliasChoices, Field
 
 import lookahead
 from lookahead.serving.answers import Answer, Event
-from lookahead.serving.request_schemas import CompletionBody, DetokenizeBody, TokenIds, TokenizeBody
+from lookahead.serving.parsing import BY_TYPE
+from lookahead.serving.request_schemas import CompletionBody, DetokenizeBody, Schema, TokenIds, TokenizeBody
 from lookahead.serving.requests import Update
 from lookahead.serving.served_models import ServedModel
 
@@ -23,14 +24,14 @@ class LlamaBody(CompletionBody):
     """A request to `/completion`."""
 
     ignores = CompletionBody.ignores | {"cache_prompt", "id_slot", "n_threads", "samplers", "timings_per_token"}
-    prompt: str | TokenIds
+    prompt: Annotated[str | TokenIds, BY_TYPE]
     max_tokens: Annotated[int | None, AfterValidator(_limit_of)] = Field(
         None, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens")
     )
     repetition_penalty: float | None = Field(
         None, ge=0.01, le=10, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
     )
-    guided_json: dict[str, Any] | str | None = Field(None, validation_alias=AliasChoices("json_schema", "guided_json"))
+    guided_json: Schema | None = Field(None, validation_alias=AliasChoices("json_schema", "guided_json"))
     n: Literal[1] = 1
     echo: Literal[False] = False
     logprobs: None = None

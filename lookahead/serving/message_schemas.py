@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, StringConstraints, model_validator
 
-from lookahead.serving.parsing import Body
+from lookahead.serving.parsing import BY_TYPE, Body
 
 _ROLES = {"developer": "system", "function": "tool"}  # in templates
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -23,7 +23,7 @@ class TextPart(Body):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
+Content = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], BY_TYPE]
 
 
 class ImageUrl(Body):
@@ -58,12 +58,12 @@ class MessagePart(TextPart):
     }  # fmt: skip
     type: Literal[TextType, "image_url", "input_image", "image", "input_audio"]  # type: ignore[assignment]
     text: str | None = None  # type: ignore[assignment]
-    image_url: ImageUrl | str | None = None
+    image_url: Annotated[ImageUrl | str, BY_TYPE] | None = None
     source: ImageSource | None = None
     input_audio: Sound | None = None
 
 
-Parts = str | Annotated[list[MessagePart], Field(fail_fast=True)]
+Parts = Annotated[str | Annotated[list[MessagePart], Field(fail_fast=True)], BY_TYPE]
 
 
 class FunctionName(Body):

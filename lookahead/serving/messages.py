@@ -13,7 +13,7 @@ from pydantic import AliasChoices, Field, TypeAdapter, model_validator
 from lookahead.serving.answers import Event, PartsAnswer
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.message_schemas import Content, FunctionName, ImageSource, Message, MessagePart, Parts, text_of
-from lookahead.serving.parsing import Body, read_as
+from lookahead.serving.parsing import BY_TYPE, Body, read_as
 from lookahead.serving.request_schemas import (
     ChatBody,
     Function,
@@ -53,7 +53,7 @@ class BlockMessage(Body):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(fail_fast=True)]
+    content: Annotated[str | Annotated[list[Block], Field(fail_fast=True)], BY_TYPE]
 
 
 Blocks = Annotated[list[BlockMessage], Field(min_length=1, fail_fast=True)]

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
     ConfigDict,
+    GetCoreSchemaHandler,
     GetPydanticSchema,
     ValidationError,
     model_validator,
 )
+from pydantic_core.core_schema import CoreSchema, tagged_union_schema
 
 from lookahead.serving.api_errors import ApiError, invalid
 
 _MOST_NESTED = 1 << 14  # objects and arrays of a body: Python makes and checks each while other threads wait
 _MOST_FIELDS = 64  # listing the errors of a million takes seconds
-_TYPES = frozenset(("bool", "dict", "float", "int", "list", "none", "str"))  # in the paths of pydantic
-_SHOULD = "Input should be "  # how pydantic's messages about types begin
+_TYPES = {"str": "a string", "literal": "a string", "int": "an integer", "list": "an array", "dict": "an object"}
 
 
 class Body(BaseModel):
@@ -62,9 +63,29 @@ class Body(BaseModel):
         return self
 
 
+def _by_type(union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    schemas: list[Any] = [handler.generate_schema(kind) for kind in get_args(union)]
+    looks_inside = sum(schema["type"] == "list" for schema in schemas) > 1  # lists of texts, of numbers, and so on
+
+    def name_of(kind: str, first: str) -> str:
+        name = _TYPES.get(kind, "an object")
+        return f"{name} of {_TYPES.get(first)}" if looks_inside and kind == "list" else name
+
+    def type_of(value: Any) -> str:
+        return name_of(type(value).__name__, type(value[0]).__name__ if value and isinstance(value, list) else "str")
+
+    choices = {name_of(schema["type"], schema.get("items_schema", schema)["type"]): schema for schema in schemas}
+    should = f"Input should be {' or '.join(choices)}"
+    return tagged_union_schema(choices, type_of, custom_error_type="kind", custom_error_message=should)
+
+
+BY_TYPE = GetPydanticSchema(_by_type)
+"""Marks a union of which the member with the JSON type of the value is checked: errors are those of one."""
+
+
 def read_as(kind: Any, translate: Callable[[Any], Any]) -> GetPydanticSchema:
     """Marks a field whose value clients send as another kind, which is translated."""
-    return GetPydanticSchema(lambda _, handler: handler(Annotated[kind, AfterValidator(translate)]))
+    return GetPydanticSchema(lambda _, handler: handler.generate_schema(Annotated[kind, AfterValidator(translate)]))
 
 
 def parsed(kind: type[Any], body: bytes | dict[str, Any]) -> Any:
@@ -74,11 +95,11 @@ def parsed(kind: type[Any], body: bytes | dict[str, Any]) -> Any:
     try:
         return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-        first, reason = _of_fitting_branch(errors)
+        first = error.errors(include_url=False)[0]
         if first["type"] == "json_invalid":
             raise ApiError(400, f"the body must be JSON: {first['msg']}", code="invalid_json") from None
-        field = ".".join(map(str, _path(first)))
+        reason = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+        field = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("a ", "an ")))  # no types
         got = "" if first["type"] in ("missing", "extra_forbidden") else f", got {shortened(first['input'])}"
         raise invalid(field or None, f"{reason}{got}") from None
 
@@ -89,48 +110,6 @@ def _nested(body: bytes) -> int:
         return most
     bare = b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
     return bare.count(b"{") + bare.count(b"[")
-
-
-def _of_fitting_branch(errors: Sequence[Any]) -> tuple[Any, str]:
-    """The first error, and its message.
-
-    A field that may have several types has errors of each. The first error of the type that the value fits is furthest
-    in the value, or is not about the type; if there is no such type, the message lists them all.
-    """
-    start = _path(errors[0])
-    at, branches = len(start), dict[tuple[Any, ...], Any]()
-    for each in errors:
-        if _path(each)[:at] == start:
-            branches.setdefault(each["loc"][at : at + 1], each)
-
-    def fit(error: Any) -> tuple[list[int], int, bool]:
-        inner = _path(error)[at:]
-        return [part for part in inner if isinstance(part, int)], len(inner), not _is_of_type(error)
-
-    best = max(branches.values(), key=fit)
-    if best["type"] == "extra_forbidden":
-        return best, "unknown field"
-    others = [branch["msg"] for branch in branches.values() if fit(branch) == fit(best)] if _is_of_type(best) else []
-    first, *more = dict.fromkeys(others or [best["msg"]])
-    return best, " or ".join([first.removeprefix("Value error, "), *(each.removeprefix(_SHOULD) for each in more)])
-
-
-def _is_of_type(error: Any) -> bool:
-    """Whether a value has another type than the branch of an error."""
-    is_other_literal = error["type"] == "literal_error" and not isinstance(error["input"], str)
-    return is_other_literal or error["type"].rpartition("_")[2] == "type"
-
-
-def _path(error: Any) -> list[str | int]:
-    """The fields and indices that lead to an error; the branches between are named after types."""
-    *outer, last = error["loc"] or [""]
-    path = [part for part in outer if _is_place(part)]
-    return [*path, last] if _is_place(last) or error["type"] == "extra_forbidden" else path
-
-
-def _is_place(part: str | int) -> bool:
-    """Whether a part of a path is an index or the name of a field, not a type."""
-    return isinstance(part, int) or (part.isidentifier() and part.islower() and part not in _TYPES)
 
 
 @functools.cache

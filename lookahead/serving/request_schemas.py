@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from lookahead.serving.message_schemas import Content, FunctionName, Message, Text
-from lookahead.serving.parsing import Body, read_as
+from lookahead.serving.parsing import BY_TYPE, Body, read_as
 
 MAX_CHOICES = 128
 _MOST_ENTRIES = 1024
@@ -44,8 +44,9 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 OptionalText = Annotated[str, StringConstraints(max_length=200)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-Stops = OptionalText | Annotated[list[StopText], Field(max_length=16)]
+Stops = Annotated[OptionalText | Annotated[list[StopText], Field(max_length=16)], BY_TYPE]
 StopTexts = Annotated[list[str], read_as(Stops, _list_of)]
+Schema = Annotated[dict[str, Any] | str, BY_TYPE]
 Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -75,7 +76,7 @@ class NamedTool(Body):
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, BY_TYPE]
 
 
 class Prediction(Body):
@@ -105,7 +106,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """The form of the output, in the words of vLLM."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: Schema | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = None
@@ -149,7 +150,7 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Schema | None = None
     regex: Text | None = None
     grammar: Text | None = None
     prediction: Prediction | None = None
@@ -186,7 +187,7 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     functions: Annotated[list[Function], Field(fail_fast=True)] | None = None  # the older form of tools
-    function_call: Literal["none", "auto"] | FunctionName | None = None
+    function_call: Annotated[Literal["none", "auto"] | FunctionName, BY_TYPE] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -221,7 +222,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """A request to `/v1/completions`."""
 
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    prompt: Annotated[str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)], BY_TYPE]
     logprobs: int | None = Field(None, ge=0, le=20)
     max_tokens: int | None = Field(None, ge=0)
     echo: bool = False

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from lookahead.serving.answers import Event, PartsAnswer
 from lookahead.serving.api_errors import ApiError, invalid
 from lookahead.serving.message_schemas import Message, Parts, TextPart, text_of
-from lookahead.serving.parsing import Body, read_as
+from lookahead.serving.parsing import BY_TYPE, Body, read_as
 from lookahead.serving.request_schemas import ChatBody, Effort, Metadata, NamedTool, ResponseFormat, Verbosity
 
 Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
@@ -82,7 +82,7 @@ def _messages_of(items: str | list[InputItem]) -> list[Message]:
     return messages
 
 
-Items = str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+Items = Annotated[str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)], BY_TYPE]
 
 
 class ResponsesBody(ChatBody):
