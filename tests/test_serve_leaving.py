@@ -120,7 +120,9 @@ def test_outputs_that_end_while_the_client_leaves_lose_no_error(folder, log):
         models = models_of(folder)
         loop = (await asyncio.to_thread(models.wait)).loop
         service = Service(models, WAIT_S)
-        turns = [await service.begin(parsed(CompletionBody, BODY)) for _ in range(8)]
+        turns = [service.turn() for _ in range(8)]
+        for turn in turns:
+            await service.begin(turn, parsed(CompletionBody, BODY))
         await asyncio.to_thread(loop.close)
         for later, turn in enumerate(turns):
             await one(service, turn, later)
@@ -136,12 +138,13 @@ def test_a_request_to_a_server_that_ends_is_told_why_and_not_of_a_full_queue(fol
         models = models_of(folder)
         await asyncio.to_thread(models.wait)
         service, body = Service(models, WAIT_S), parsed(CompletionBody, BODY)
-        turn = await service.begin(body)
+        turn = service.turn()
+        await service.begin(turn, body)
         await asyncio.to_thread(models.close)
         with pytest.raises(ApiError) as running:
             _ = [update async for update in service.updates(turn)]
         with pytest.raises(ApiError) as new:
-            await service.begin(body)
+            await service.begin(service.turn(), body)
         return [running.value, new.value]
 
     assert [(each.status, str(each)) for each in asyncio.run(refused())] == [(503, "the server is shutting down")] * 2

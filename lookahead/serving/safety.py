@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -72,7 +72,9 @@ class Guard:
 
         try:
             self._check(scope, Headers(scope=scope))
-            await self._app(scope, self._limited(receive), counted)
+            async with AsyncExitStack() as at_end:  # ends what the request began
+                scope["state"]["at_end"] = at_end
+                await self._app(scope, self._limited(receive), counted)
         except (ApiError, asyncio.CancelledError) as raised:
             if has_begun:
                 raise

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import anyio
 from fastapi import Request
 from starlette.datastructures import FormData
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from lookahead.errors import LookaheadError
 from lookahead.serving.answers import Answer, Event
 from lookahead.serving.api_errors import ApiError, invalid, shutting_down
 from lookahead.serving.decoding_loop import DecodingLoop, PlannedRequest
@@ -38,20 +37,25 @@ _READERS = 4  # threads for work whose size a client sets
 _WRITERS = 2  # threads for bodies of requests and answers, which take tenths of a second
 _READING_S = 10.0  # time limit of each piece of it
 _BODY_S = 30.0  # time limit for a body to arrive
-_AGAIN_S = 0.1  # time until an answer that nobody waits for is cancelled again
-_log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Turn:
-    """A request with its outputs in progress."""
+    """A request of a client, with its outputs in progress.
 
-    updates: asyncio.Queue[tuple[int, Update]]
-    outputs: list[Output]
-    client: str
+    Attributes:
+        deadline: When it must be answered, as `time.monotonic` counts.
+        client: Whose it is.
+        owner: Whose texts it may share.
+    """
+
     deadline: float
-    started: float
-    is_cancelled: threading.Event
+    client: str = ""
+    owner: str = ""
+    started: float = field(default_factory=time.monotonic)
+    updates: asyncio.Queue[tuple[int, Update]] = field(default_factory=asyncio.Queue)
+    outputs: list[Output] = field(default_factory=list)
+    is_cancelled: threading.Event = field(default_factory=threading.Event)
     answer: Answer = field(init=False)
 
     def cancel(self) -> None:
@@ -90,9 +94,9 @@ class Service:
             raise invalid("model", f"{served.name!r} {does}")
         return served
 
-    def deadline(self) -> float:
-        """When a request that comes now must be answered, as `time.monotonic` counts."""
-        return time.monotonic() + self._timeout_s
+    def turn(self, client: str = "", owner: str = "") -> Turn:
+        """A request that comes now."""
+        return Turn(deadline=time.monotonic() + self._timeout_s, client=client, owner=owner)
 
     async def arrived(self, reading: Awaitable[T]) -> T:
         """What a client sends, which must arrive in a short time."""
@@ -101,58 +105,39 @@ class Service:
         except (asyncio.TimeoutError, TimeoutError):
             raise ApiError(408, f"the body took more than {_BODY_S:g} s to arrive") from None
 
-    async def parse(self, kind: type[T], sent: bytes, client: str) -> T:
+    async def parse(self, kind: type[T], sent: bytes, turn: Turn) -> T:
         """The request in a body, read on a thread: other requests go on meanwhile."""
-        return await self._parsers.run(partial(parsed, kind, sent), self.deadline(), client)
+        return await self._parsers.run(partial(parsed, kind, sent), turn.deadline, turn.client)
 
-    async def hear(self, form: FormData, task: str, client: str) -> Response:
+    async def hear(self, form: FormData, task: str, turn: Turn) -> Response:
         """What is said in a sound."""
-        deadline = self.deadline()
-        try:
-            body, file = speech_of(form)
-            served: HearingModel = await self.model(body.model, deadline, HearingModel)
-            return await self._scorers.run(partial(heard, served, body, file, task), deadline, client)
-        except LookaheadError as error:
-            raise as_api_error(error) or error from None
+        body, file = speech_of(form)
+        served: HearingModel = await self.model(body.model, turn.deadline, HearingModel)
+        return await self._scorers.run(partial(heard, served, body, file, task), turn.deadline, turn.client)
 
-    async def read(self, body: Any, client: str, task: Callable[[ServedModel], T]) -> T:
+    async def read(self, turn: Turn, body: Any, task: Callable[[ServedModel], T]) -> T:
         """The result of work whose size a client sets, about the model that the body names."""
-        deadline = self.deadline()
-        served: ServedModel = await self.model(body.model, deadline)
-        await self._parsers.run(partial(served.translator.check, body), deadline, client)
-        return await self._readers.run(partial(task, served), deadline, client)
+        served: ServedModel = await self.model(body.model, turn.deadline)
+        await self._parsers.run(partial(served.translator.check, body), turn.deadline, turn.client)
+        return await self._readers.run(partial(task, served), turn.deadline, turn.client)
 
-    async def begin(
-        self, body: ChatBody | CompletionBody, make: MakeAnswer = Answer, client: str = "", salt: str = ""
-    ) -> Turn:
-        """Translate a request and start its outputs, which end if this is cancelled."""
-        deadline = self.deadline()
-        turn = Turn(asyncio.Queue(), list[Output](), client, deadline, time.monotonic(), threading.Event())
-        try:
-            served: ServedModel = await self.model(body.model, deadline)
-            await self._parsers.run(partial(served.translator.check, body), deadline, client)
-            planned = await self._readers.run(partial(_plan, served, body, client, salt), deadline, client)
-            prompts, logprobs = [each.request.ids for each in planned], list[list[TokenLogprobs]]()
-            if (top := body.prompt_top) is not None:
-                if body.stream and body.prompt_logprobs is not None:
-                    raise invalid("prompt_logprobs", "are not streamed")
-                if (count := sum(map(len, prompts))) > _MOST_SCORED:
-                    raise invalid("prompt", f"at most {_MOST_SCORED} tokens have log-probabilities, got {count}")
-                for ids in prompts:
-                    task = partial(prompt_logprobs, served.model, ids, top)
-                    logprobs.append(await self._scorers.run(task, deadline, client))
-            whose = body.model or served.name, served.tokenizer
-            turn.answer = await self._writers.run(partial(make, body, *whose, prompts, logprobs), deadline, client)
-            if body.max_tokens == 0:
-                return turn
+    async def begin(self, turn: Turn, body: ChatBody | CompletionBody, make: MakeAnswer = Answer) -> None:
+        """Translate a request and start its outputs, until the turn is cancelled."""
+        whose = turn.deadline, turn.client
+        served, planned = await self.read(turn, body, lambda served: (served, _plan(served, body, turn)))
+        prompts, logprobs = [each.request.ids for each in planned], list[list[TokenLogprobs]]()
+        if (top := body.prompt_top) is not None:
+            if body.stream and body.prompt_logprobs is not None:
+                raise invalid("prompt_logprobs", "are not streamed")
+            if (count := sum(map(len, prompts))) > _MOST_SCORED:
+                raise invalid("prompt", f"at most {_MOST_SCORED} tokens have log-probabilities, got {count}")
+            for ids in prompts:
+                logprobs.append(await self._scorers.run(partial(prompt_logprobs, served.model, ids, top), *whose))
+        given = body, body.model or served.name, served.tokenizer, prompts, logprobs
+        turn.answer = await self._writers.run(partial(make, *given), *whose)
+        if body.max_tokens != 0:
             queue = partial(_queue, turn, served.loop, planned, asyncio.get_running_loop())
-            await self._readers.run(queue, deadline, client, interrupts=False)
-        except BaseException as error:
-            turn.cancel()
-            if (known := as_api_error(error)) is None:
-                raise
-            raise known from None
-        return turn
+            await self._readers.run(queue, *whose, interrupts=False)
 
     async def updates(self, turn: Turn) -> AsyncIterator[tuple[int, Update]]:
         """The updates of all outputs until the last has ended; ApiError if an output failed."""
@@ -168,10 +153,7 @@ class Service:
             if i in ended:  # after a stop text
                 continue
             if update.error is not None:
-                known = as_api_error(update.error)
-                if known is None:
-                    _log.error("an output failed", exc_info=update.error)
-                raise known or ApiError(500, "internal error")
+                raise as_api_error(update.error)
             if update.end == "cancelled":
                 raise shutting_down()
             if update.tokens and not choices[i].tokens:
@@ -184,38 +166,31 @@ class Service:
                 self.metrics.count(choices[i].stats)
 
     async def whole(self, turn: Turn) -> Response:
-        """The whole answer; its outputs end if this is cancelled."""
-        try:
-            async for i, update in self.updates(turn):
-                turn.answer.choices[i].add(update)
-            return await self._writers.run(lambda: JSONResponse(turn.answer.whole()), turn.deadline, turn.client)
-        finally:
-            turn.cancel()
+        """The whole answer."""
+        async for i, update in self.updates(turn):
+            turn.answer.choices[i].add(update)
+        return await self._writers.run(lambda: JSONResponse(turn.answer.whole()), turn.deadline, turn.client)
 
     async def stream(self, turn: Turn) -> AsyncIterator[str]:
-        """The answer as server-sent events; closing it, as on a disconnect, ends the outputs."""
+        """The answer as server-sent events."""
         answer = turn.answer
         written = partial(self._writers.run, deadline=turn.deadline, client=turn.client)
         try:
-            for text in await written(lambda: list(map(_sent, answer.begin()))):
-                yield text
+            yield await written(lambda: _sent(answer.begin()))
             async for i, update in self.updates(turn):
-                for event in answer.add(i, update):
-                    yield _sent(event)
-            for text in await written(lambda: list(map(_sent, answer.finish()))):
-                yield text
+                yield _sent(answer.add(i, update))
+            yield await written(lambda: _sent(answer.finish()))
         except ApiError as error:
-            yield _sent(answer.failed(error))
-        finally:
-            turn.cancel()
+            yield _sent([answer.failed(error)])
         yield answer.end
 
 
-def _plan(served: ServedModel, body: ChatBody | CompletionBody, client: str, salt: str) -> list[PlannedRequest]:
+def _plan(served: ServedModel, body: ChatBody | CompletionBody, turn: Turn) -> list[PlannedRequest]:
     """Translate and plan a request: all work whose size the client sets, once for its choices."""
     translator = served.translator
     requests = translator.of_chat(body) if isinstance(body, ChatBody) else translator.of_completion(body)
-    return [served.loop.plan(replace(request, client=client, salt=salt)) for request in requests]
+    salt = turn.owner if body.cache_salt is None else f"{turn.owner}\n{body.cache_salt}"
+    return [served.loop.plan(replace(request, client=turn.client, salt=salt)) for request in requests]
 
 
 def _queue(
@@ -236,37 +211,27 @@ def _queue(
         turn.cancel()
 
 
-async def unless_left(request: Request, answering: Coroutine[Any, Any, T]) -> T:
+async def unless_left(request: Request, answering: Awaitable[T]) -> T:
     """The result of a coroutine, which is cancelled if the client disconnects; its body was read before."""
-    working = asyncio.ensure_future(answering)
-    leaving = asyncio.ensure_future(_disconnect(request))
-    for each in (working, leaving):
-        each.add_done_callback(_forget)
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        leaving.cancel()
-        while not working.done():  # `asyncio.wait_for` of Python 3.11 loses a cancellation that comes with a result
-            working.cancel()
-            await asyncio.wait({working}, timeout=_AGAIN_S)
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    with anyio.CancelScope() as scope:
+        watching = asyncio.ensure_future(watch())
+        try:
+            return await answering
+        finally:
+            watching.cancel()
+    raise ClientDisconnect
 
 
-async def _disconnect(request: Request) -> None:
-    """Wait until the client disconnects."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _forget(task: asyncio.Future[Any]) -> None:
-    """Take note of the error of a task that nobody may wait for: asyncio logs the others as never retrieved."""
-    if not task.cancelled():
-        task.exception()
-
-
-def _sent(event: Event) -> str:
-    """An event as server-sent text; one with a type is named after it."""
-    name = f"event: {event['type']}\n" if "type" in event else ""
-    return f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"
+def _sent(events: Iterable[Event]) -> str:
+    """Events as server-sent text; one with a type is named after it."""
+    text = ""
+    for event in events:
+        text += f"event: {event['type']}\n" if "type" in event else ""
+        text += f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+    return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -42,6 +43,7 @@ from lookahead.serving.requests import GenerationRequest
 from lookahead.serving.tool_calls import schema_of_call
 from lookahead.verification.rules import end_tokens
 
+_log = logging.getLogger(__name__)
 _TOKEN = re.compile("0|[1-9][0-9]{0,9}")  # one way to write each token
 _PLACES = {"logit_bias": "keys", "stop_token_ids": "entries", "tokens": "entries"}
 _INFILL = (
@@ -307,12 +309,13 @@ class Translator:
         return int(token)
 
 
-def as_api_error(error: BaseException) -> ApiError | None:
-    """The response to an error caused by a request, or None for other errors."""
+def as_api_error(error: Exception) -> ApiError:
+    """The response to an error: what a request caused is told, others are logged."""
     is_of_grammar = isinstance(error, LogitsError) and "grammar" in str(error)
     if is_of_grammar or isinstance(error, ConfigError | DocumentError | PromptError | UnsupportedModelError):
         return invalid(None, str(error))
-    return None
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, "internal error")
 
 
 def _grammar_of(body: GenerationBody) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from hashlib import sha256
 from importlib import resources
@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 import lookahead
+from lookahead.errors import LookaheadError
 from lookahead.serving import llama_server
 from lookahead.serving.answers import Answer
 from lookahead.serving.api_errors import ApiError
@@ -27,23 +28,10 @@ from lookahead.serving.safety import Guard
 from lookahead.serving.served_models import ServedModel, ServedModels
 from lookahead.serving.service import MakeAnswer, Service, Turn, unless_left
 from lookahead.serving.speech import MOST_FIELDS
+from lookahead.serving.translation import as_api_error
 
-Handler = Callable[[Request, Any], Awaitable[Response]]
+Handler = Callable[[Turn, Any], Awaitable[Response]]
 _LEFT = 499  # the status of a request whose client is gone, for the metrics
-
-
-class _Stream(StreamingResponse):  # type: ignore[misc]  # untyped base class
-    """A stream that ends its outputs, also if the client left before it began."""
-
-    def __init__(self, turn: Turn, content: AsyncIterator[str]) -> None:
-        super().__init__(content, media_type="text/event-stream")
-        self._turn = turn
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._turn.cancel()
 
 
 def make_app(
@@ -66,11 +54,16 @@ def make_app(
     app = FastAPI(title="lookahead", version=lookahead.__version__, docs_url=None, redoc_url=None)
     service, kept = Service(models, timeout_s), KeptMessages()
 
-    async def answer(request: Request, body: Any, make: MakeAnswer = Answer) -> Response:
-        client, owner = request.state.client, request.state.owner
-        salt = owner if body.cache_salt is None else f"{owner}\n{body.cache_salt}"
-        turn = await service.begin(body, make, client, salt)
-        return _Stream(turn, service.stream(turn)) if body.stream else await service.whole(turn)
+    def turn_of(request: Request) -> Turn:
+        turn = service.turn(client=request.state.client, owner=request.state.owner)
+        request.state.at_end.callback(turn.cancel)
+        return turn
+
+    async def answer(turn: Turn, body: Any, make: MakeAnswer = Answer) -> Response:
+        await service.begin(turn, body, make)
+        if body.stream:
+            return StreamingResponse(service.stream(turn), media_type="text/event-stream")
+        return await service.whole(turn)
 
     def post(path: str, kind: type[Any], handler: Handler) -> None:
         """A path for bodies of a kind."""
@@ -80,31 +73,30 @@ def make_app(
 
         @app.post(path, name=kind.__name__, openapi_extra={"requestBody": body})
         async def handle(request: Request) -> Response:
-            sent = await service.arrived(request.body())
+            sent, turn = await service.arrived(request.body()), turn_of(request)
 
             async def respond() -> Response:
-                return await handler(request, await service.parse(kind, sent, request.state.client))
+                return await handler(turn, await service.parse(kind, sent, turn))
 
             return await unless_left(request, respond())
 
     def told(read: Callable[[ServedModel, Any], Any]) -> Handler:
         """A path that answers with what is read of the model and the body."""
 
-        async def handle(request: Request, body: Any) -> Response:
-            return JSONResponse(await service.read(body, request.state.client, lambda served: read(served, body)))
+        async def handle(turn: Turn, body: Any) -> Response:
+            return JSONResponse(await service.read(turn, body, lambda served: read(served, body)))
 
         return handle
 
-    async def respond(request: Request, body: ResponsesBody) -> Response:
-        owner = request.state.owner
-        messages = body.follow(kept.get(owner, body.previous_response_id))
-        return await answer(request, body, partial(ResponsesAnswer, partial(kept.put, owner, messages)))
+    async def respond(turn: Turn, body: ResponsesBody) -> Response:
+        messages = body.follow(kept.get(turn.owner, body.previous_response_id))
+        return await answer(turn, body, partial(ResponsesAnswer, partial(kept.put, turn.owner, messages)))
 
     async def hear(request: Request) -> Response:
         form = await service.arrived(request.form(max_files=1, max_fields=MOST_FIELDS))
         try:
             task = "translate" if request.url.path.endswith("translations") else "transcribe"
-            return await unless_left(request, service.hear(form, task, request.state.client))
+            return await unless_left(request, service.hear(form, task, turn_of(request)))
         finally:
             await form.close()
 
@@ -124,11 +116,11 @@ def make_app(
 
     @app.get("/props")
     async def properties() -> Response:
-        return JSONResponse(llama_server.props(await service.model(None, service.deadline())))
+        return JSONResponse(llama_server.props(await service.model(None, service.turn().deadline)))
 
     @app.get("/slots")
     async def rows() -> Response:
-        return JSONResponse(llama_server.slots(await service.model(None, service.deadline())))
+        return JSONResponse(llama_server.slots(await service.model(None, service.turn().deadline)))
 
     @app.get("/v1/models")
     async def listed() -> Response:
@@ -165,6 +157,10 @@ def make_app(
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.body_at(request.url.path), error.status, error.headers)
+
+    @app.exception_handler(LookaheadError)
+    async def wrong(request: Request, error: LookaheadError) -> Response:
+        return await refused(request, as_api_error(error))
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
