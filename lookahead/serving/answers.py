@@ -25,53 +25,39 @@ class Choice:
 
     Args:
         stops: Finds the texts that end it.
-        reader: Reads its tool calls; None if it can have none.
+        reader: Reads its text and its tool calls.
 
     Attributes:
-        text: Its text so far.
         tokens: Number of its tokens.
+        logprobs: Those of its tokens, if requested.
+        offset: Characters of the tokens with reported log-probabilities.
         finish_reason: Why it ended; None until then.
         stats: Its counters.
     """
 
-    def __init__(self, stops: StopTexts, reader: CallReader | None = None) -> None:
-        self._stops, self.reader, self.text, self.tokens = stops, reader, "", 0
-        self.logprobs = list[TokenLogprobs]()
-        self.offset = 0  # characters of the tokens with reported log-probabilities
+    def __init__(self, stops: StopTexts, reader: CallReader) -> None:
+        self._stops, self.reader, self.tokens, self.offset = stops, reader, 0, 0
+        self.logprobs, self.stats = list[TokenLogprobs](), DecodingStats()
         self.finish_reason: str | None = None
-        self.stats = DecodingStats()
 
     def add(self, update: Update) -> list[dict[str, Any]]:
         """Add an update; returns what is new and final, as deltas of a message: the first has the log-probabilities."""
         piece = self._stops.put(update.text, is_last=update.is_last)
-        self.text += piece
         self.tokens += len(update.tokens)
         self.logprobs += update.logprobs
         self.stats = update.stats
-        if self.has_stopped or update.end is not None:
-            self.finish_reason = "length" if update.end == "length" and not self.has_stopped else "stop"
-        if self.reader is None:
-            deltas = [{"content": piece}] if piece else []
-        else:
-            deltas = self.reader.put(piece, is_last=update.is_last or self.has_stopped)
-            if self.finish_reason and self.reader.calls and not self.reader.is_cut:
+        has_stopped = self.stop is not None
+        deltas = self.reader.put(piece, is_last=update.is_last or has_stopped)
+        if has_stopped or update.end is not None:
+            self.finish_reason = "length" if update.end == "length" and not has_stopped else "stop"
+            if self.reader.calls and not self.reader.is_cut:
                 self.finish_reason = "tool_calls"
         is_late = update.logprobs and not (deltas and "content" in deltas[0])  # text of a token comes with another
         return [{"content": ""}, *deltas] if is_late else deltas
 
     @property
-    def message(self) -> tuple[str, list[dict[str, Any]]]:
-        """The text and the calls so far."""
-        return (self.text, []) if self.reader is None else (self.reader.text, self.reader.calls)
-
-    @property
-    def has_stopped(self) -> bool:
-        """Whether a stop text was found, which ends the output."""
-        return self.stop is not None
-
-    @property
     def stop(self) -> str | None:
-        """The stop text that was found."""
+        """The stop text that was found, which ends the output."""
         return self._stops.stop
 
 
@@ -106,32 +92,28 @@ class Answer:
         names, forced = list[str](), body.forced_tools if isinstance(body, ChatBody) else None
         if isinstance(body, ChatBody) and body.tool_choice != "none":
             names = [tool.function.name for tool in forced or body.tools or []]
-        self.choices = [
-            Choice(
-                StopTexts(body.stop, keeps=body.include_stop_str_in_output),
-                CallReader(names, is_forced=forced is not None) if names else None,
-            )
-            for _ in range(len(prompts) * body.n)
-        ]
-        for i, choice in enumerate(self.choices):
-            at = i // body.n
+        self.choices = list[Choice]()
+        for i in range(len(prompts) * body.n):
+            stops = StopTexts(body.stop, keeps=body.include_stop_str_in_output)
+            choice, at = Choice(stops, CallReader(names, is_forced=forced is not None)), i // body.n
             if isinstance(body, CompletionBody) and body.echo:
                 given = body.prompts[at]
                 is_whole = isinstance(given, str) and body.truncate_prompt_tokens is None
-                choice.text = given if is_whole else str(tokenizer.decode(prompts[at]))
+                choice.reader.text = given if is_whole else str(tokenizer.decode(prompts[at]))
                 choice.logprobs += logprobs[at] if body.logprobs is not None else []
             if body.max_tokens == 0:
                 choice.finish_reason = "length"
-        kind = "chat.completion" if self._is_chat else "text_completion"
+            self.choices.append(choice)
+        self._kind = "chat.completion" if self._is_chat else "text_completion"
         name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head: Event = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self._head: Event = {"id": name, "created": int(time.time()), "model": model}
 
     def begin(self) -> Iterable[Event]:
         """The first events of a stream."""
         if self._is_chat:
             return [self._chunk(i, {"role": "assistant", "content": ""}, None, []) for i in range(len(self.choices))]
-        begun = [(i, each) for i, each in enumerate(self.choices) if each.text or each.finish_reason]
-        return [self._chunk(i, {"content": each.text}, each.finish_reason, each.logprobs) for i, each in begun]
+        begun = [(i, each) for i, each in enumerate(self.choices) if each.reader.text or each.finish_reason]
+        return [self._chunk(i, {"content": each.reader.text}, each.finish_reason, each.logprobs) for i, each in begun]
 
     def add(self, i: int, update: Update) -> Iterable[Event]:
         """Add an update of an output; returns its events in a stream."""
@@ -139,14 +121,13 @@ class Answer:
         logprobs = [update.logprobs]
         for delta in choice.add(update):
             yield self._chunk(i, delta, None, logprobs.pop() if logprobs else [])
-        if update.is_last or choice.has_stopped:
+        if choice.finish_reason is not None:
             yield self._chunk(i, {}, choice.finish_reason, [])
 
     def finish(self) -> Iterable[Event]:
         """The last events of a stream."""
-        if not self._body.includes_usage:
-            return []
-        return [{**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}]
+        options = self._body.stream_options
+        return [{**self._chunked([]), "usage": self.usage()}] if options and options.include_usage else []
 
     def failed(self, error: ApiError) -> Event:
         """The last event of a stream that ends with an error."""
@@ -156,7 +137,7 @@ class Answer:
         """The whole answer, after all its outputs have ended."""
         choices = list[Event]()
         for i, choice in enumerate(self.choices):
-            text, calls = choice.message
+            text, calls = choice.reader.text, choice.reader.calls
             message: Event = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
             message |= {"tool_calls": calls} if calls else {}
             choices.append(self._choice(i, "message", message, choice.finish_reason, choice.logprobs))
@@ -164,7 +145,7 @@ class Answer:
                 read = self._prompt_logprobs[i // self._body.n]
                 choices[i]["prompt_logprobs"] = [None, *(self._of_prompt(each) for each in read[1:])]
         told = {"prompt_logprobs": choices[0]["prompt_logprobs"]} if self._is_chat and self._prompt_logprobs else {}
-        return {**self._head, "choices": choices, "usage": self.usage(), **told}
+        return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage(), **told}
 
     def usage(self) -> dict[str, Any]:
         """Token counts; drafting counters are under `lookahead`."""
@@ -188,31 +169,25 @@ class Answer:
             },
         }
 
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self._is_chat else "text_completion"
-
     def _chunk(self, i: int, delta: Event, reason: str | None, logprobs: Sequence[TokenLogprobs]) -> Event:
-        choice = self._choice(i, "delta", delta, reason, logprobs)
-        return {**self._head, "object": self._chunk_kind, "choices": [choice]}
+        return self._chunked([self._choice(i, "delta", delta, reason, logprobs)])
+
+    def _chunked(self, choices: list[Event]) -> Event:
+        return {**self._head, "object": f"{self._kind}.chunk" if self._is_chat else self._kind, "choices": choices}
 
     def _choice(
         self, i: int, name: str, content: Event, reason: str | None, logprobs: Sequence[TokenLogprobs]
     ) -> Event:
         """A choice with a message, or a delta of one."""
         choice = self.choices[i]
-        told: Event = {"index": i, "logprobs": self._logprobs(choice, logprobs) if logprobs else None}
-        told["stop_reason"] = None if reason is None else choice.stop
         if isinstance(self._body, ChatBody) and self._body.functions:  # the older form of tools: there is one call
             for call in content.pop("tool_calls", ())[:1]:
                 if not call.get("index"):
                     content["function_call"] = call["function"]
             reason = "function_call" if reason == "tool_calls" else reason
-        return {
-            **told,
-            "finish_reason": reason,
-            **({name: content} if self._is_chat else {"text": content.get("content", "")}),
-        }
+        told: Event = {name: content} if self._is_chat else {"text": content.get("content", "")}
+        told["logprobs"] = self._logprobs(choice, logprobs) if logprobs else None
+        return {"index": i, **told, "finish_reason": reason, "stop_reason": choice.stop if reason else None}
 
     def _logprobs(self, choice: Choice, found: Sequence[TokenLogprobs]) -> Event:
         if self._is_chat:
@@ -272,9 +247,9 @@ class PartsAnswer(Answer):
         return self._grow(self.choices[i].add(update), self._entries(update.logprobs))
 
     def whole(self) -> Event:
-        choice, (text, calls) = self.choices[0], self.choices[0].message
-        deltas: list[Event] = [{"content": text}] if text or choice.logprobs else []
-        _ = [*self._grow([*deltas, *({"tool_calls": [call]} for call in calls)], self._entries(choice.logprobs))]
+        choice, read = self.choices[0], self.choices[0].reader
+        deltas: list[Event] = [{"content": read.text}] if read.text or choice.logprobs else []
+        _ = [*self._grow([*deltas, *({"tool_calls": [call]} for call in read.calls)], self._entries(choice.logprobs))]
         return self.answer()
 
     def _grow(self, deltas: Sequence[Event], logprobs: list[Event]) -> Iterator[Event]:
@@ -282,22 +257,17 @@ class PartsAnswer(Answer):
             for call in delta.get("tool_calls", [None]):
                 if not self.parts or (call is not None and "id" in call):
                     yield from self.close()
-                    self.parts.append(self.part(call))
-                    yield from self.open()
+                    yield from self.open(call)
                 yield from self.grow(delta["content"] if call is None else call["function"]["arguments"], logprobs)
                 logprobs = []
-
-    @abstractmethod
-    def part(self, call: Event | None) -> Event:
-        """A new part: of a tool call of the chat, or of text."""
 
     @abstractmethod
     def grow(self, text: str, logprobs: list[Event]) -> Iterable[Event]:
         """Add text with its log-probabilities, or arguments, to the last part."""
 
     @abstractmethod
-    def open(self) -> Iterable[Event]:
-        """The events at the beginning of the last part."""
+    def open(self, call: Event | None) -> Iterable[Event]:
+        """Add a part, of a tool call of the chat or of text; returns the events at its beginning."""
 
     @abstractmethod
     def close(self) -> Iterator[Event]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lookahead.errors import ConfigError, DocumentError, LogitsError, PromptError, UnsupportedModelError
+
+OF_REQUESTS = ConfigError, DocumentError, PromptError, UnsupportedModelError  # errors that a request causes
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 _OF_MESSAGES = {
@@ -50,10 +53,16 @@ def invalid(param: str | None, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")
 
 
-def queue_full(waiting: int) -> ApiError:
-    """The error for a request to a server with too many others."""
-    message = f"{waiting} requests wait, the maximum; try again later"
-    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+def as_api_error(error: Exception) -> ApiError:
+    """The response to an error, which says of errors that no request causes nothing."""
+    if isinstance(error, ApiError):
+        return error
+    is_of_grammar = isinstance(error, LogitsError) and "grammar" in str(error)
+    return (
+        invalid(None, str(error))
+        if is_of_grammar or isinstance(error, OF_REQUESTS)
+        else ApiError(500, "internal error")
+    )
 
 
 def shutting_down() -> ApiError:

@@ -20,7 +20,7 @@ from lookahead.decoding.request import Request
 from lookahead.decoding.scheduler import Scheduler
 from lookahead.errors import ConfigError
 from lookahead.model.facts import decoder_of, input_device, prefills_at_once
-from lookahead.serving.api_errors import queue_full, shutting_down
+from lookahead.serving.api_errors import ApiError, shutting_down
 from lookahead.serving.requests import GenerationRequest, OnUpdate, Output
 from lookahead.utils.machine import memory_bytes
 
@@ -155,14 +155,15 @@ class DecodingLoop:
         lane = self._apart if put.row is None else self._together
         with self._submitting:
             self._check_room()
-            return lane.put(Output(put, self.tokenizer, on_update, request), request.client)
+            return lane.put(Output(put, self.tokenizer, on_update, request))
 
     def _check_room(self) -> None:
         waiting = sum(lane.waiting for lane in self._lanes)
         if self._together.is_closed:
             raise shutting_down()
         if waiting >= self._queue + max(0, self.rows - self._together.running):
-            raise queue_full(waiting)
+            message = f"{waiting} requests wait, the maximum; try again later"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
     def figures(self) -> dict[str, float]:
         """Counts of running outputs and waiting requests, bytes of keys and values, prompt tokens read and reused."""
@@ -182,7 +183,6 @@ class _Lane:
         self._scheduler, self._changed, self.is_closed = scheduler, threading.Condition(), False
         self._new = list[Request]()
         self._outputs: dict[int, Output] = {}  # those that have not ended, by number
-        self._clients: dict[int, str] = {}  # whose outputs these are
         self._running = self._read_tokens = self._reused_tokens = 0
         self._turn_now = 0  # the latest turn of an output that has begun
         self._thread: threading.Thread | None = None  # started with the first output
@@ -206,13 +206,12 @@ class _Lane:
         }
         return counts | {"read_tokens": self._read_tokens, "reused_tokens": self._reused_tokens}
 
-    def put(self, output: Output, client: str) -> Output:
+    def put(self, output: Output) -> Output:
         """Add an output. Clients take turns: one waits for as many outputs of others as it has itself."""
         with self._changed:
             if self.is_closed:
                 raise shutting_down()
-            output.request.turn = self._turn_now + sum(owner == client for owner in self._clients.values())
-            self._clients[output.request.index] = client
+            output.request.turn = self._turn_now + sum(o.client == output.client for o in self._outputs.values())
             self._outputs[output.request.index] = output
             self._new.append(output.request)
             if self._thread is None:
@@ -270,7 +269,7 @@ class _Lane:
             self._reused_tokens += stats.reused_tokens
         if request.is_over:
             with self._changed:
-                del self._outputs[request.index], self._clients[request.index]
+                del self._outputs[request.index]
         try:
             output.tell()
         except Exception:  # of its client alone; the other outputs go on

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, AliasChoices, Field
 import lookahead
 from lookahead.serving.answers import Answer, Event
 from lookahead.serving.parsing import BY_TYPE
-from lookahead.serving.request_schemas import CompletionBody, DetokenizeBody, Schema, TokenIds, TokenizeBody
+from lookahead.serving.request_schemas import CompletionBody, Schema, TokenIds
 from lookahead.serving.requests import Update
 from lookahead.serving.served_models import ServedModel
 
@@ -53,7 +53,7 @@ class LlamaAnswer(Answer):
     end = ""
 
     def whole(self) -> Event:
-        return {**next(iter(self.finish())), "content": self.choices[0].text}
+        return {**next(iter(self.finish())), "content": self.choices[0].reader.text}
 
     def begin(self) -> Iterable[Event]:
         return ()
@@ -73,20 +73,14 @@ class LlamaAnswer(Answer):
         }  # fmt: skip
 
 
-def tokenized(served: ServedModel, body: TokenizeBody) -> Event:
+def tokenized(served: ServedModel, tokens: list[int]) -> Event:
     """What `/tokenize` answers, as vLLM and llama-server do."""
-    tokens = served.translator.tokens_of(body)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": served.translator.context}
 
 
-def rendered(served: ServedModel, body: TokenizeBody) -> Event:
-    """What `/apply-template` answers."""
-    return {"prompt": served.tokenizer.decode(served.translator.tokens_of(body))}
-
-
-def detokenized(served: ServedModel, body: DetokenizeBody) -> Event:
+def detokenized(served: ServedModel, tokens: list[int]) -> Event:
     """What `/detokenize` answers."""
-    text = served.translator.text_of(body)
+    text = served.tokenizer.decode(tokens)
     return {"prompt": text, "content": text}
 
 

@@ -14,16 +14,7 @@ from lookahead.serving.answers import Event, PartsAnswer
 from lookahead.serving.api_errors import ApiError
 from lookahead.serving.message_schemas import Content, FunctionName, ImageSource, Message, MessagePart, Parts, text_of
 from lookahead.serving.parsing import BY_TYPE, Body, read_as
-from lookahead.serving.request_schemas import (
-    ChatBody,
-    Function,
-    NamedTool,
-    ResponseFormat,
-    StopTexts,
-    Tool,
-    ToolChoice,
-)
-from lookahead.serving.served_models import ServedModel
+from lookahead.serving.request_schemas import ChatBody, Function, NamedTool, ResponseFormat, StopTexts, Tool, ToolChoice
 
 _JSON = TypeAdapter[Any](Any)
 _LARGEST = {"Infinity": sys.float_info.max, "-Infinity": -sys.float_info.max}  # for numbers that overflow, as 1e999
@@ -83,34 +74,27 @@ class OutputConfig(Body):
 
 
 def _chat_of(messages: list[BlockMessage]) -> list[Message]:
-    """The messages of the chat."""
-    return [each for message in messages for each in _messages_of(message)]
-
-
-def _messages_of(message: BlockMessage) -> list[Message]:
-    """A message as those of a chat: each result of a tool has its own."""
-    if isinstance(message.content, str):
-        return [Message(role=message.role, content=message.content)]
-    made, parts, thoughts, calls = list[Message](), list[MessagePart](), list[str](), list[dict[str, Any]]()
-    for block in message.content:
-        if block.type == "tool_result":
-            made.append(Message(role="tool", tool_call_id=block.tool_use_id, content=block.content or ""))
-        elif block.type == "tool_use":
-            function = {"name": block.name, "arguments": json.dumps(block.input)}
-            calls.append({"id": block.id, "type": "function", "function": function})
-        elif block.type in ("text", "image"):
-            parts.append(MessagePart(type=block.type, text=block.text, source=block.source))
-        else:
-            thoughts.append(block.thinking or "")
-    if parts or thoughts or calls or not made:
-        own = Message(
-            role=message.role,
-            content=parts if any(part.source for part in parts) else text_of(parts),
-            tool_calls=calls or None,
-        )
-        own.reasoning_content = "".join(thoughts) or None
-        made.append(own)
-    return made
+    """The messages of the chat: each result of a tool has its own."""
+    chat = list[Message]()
+    for message in messages:
+        parts, thoughts, calls, before = list[MessagePart](), list[str](), list[dict[str, Any]](), len(chat)
+        blocks = message.content if isinstance(message.content, list) else [Block(type="text", text=message.content)]
+        for block in blocks:
+            if block.type == "tool_result":
+                chat.append(Message(role="tool", tool_call_id=block.tool_use_id, content=block.content or ""))
+            elif block.type == "tool_use":
+                function = {"name": block.name, "arguments": json.dumps(block.input)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            elif block.type in ("text", "image"):
+                parts.append(MessagePart(type=block.type, text=block.text, source=block.source))
+            else:
+                thoughts.append(block.thinking or "")
+        if parts or thoughts or calls or len(chat) == before:
+            content = parts if any(part.source for part in parts) else text_of(parts)
+            said = Message(role=message.role, content=content, tool_calls=calls or None)
+            said.reasoning_content = "".join(thoughts) or None
+            chat.append(said)
+    return chat
 
 
 def _tool_of(tool: BlockTool) -> Tool:
@@ -154,22 +138,12 @@ class MessagesBody(CountBody):
     max_tokens: int = Field(ge=1)
 
 
-def counted(served: ServedModel, body: CountBody) -> Event:
-    """What `/v1/messages/count_tokens` answers."""
-    return {"input_tokens": len(served.translator.tokens_of(body))}
-
-
 class MessagesAnswer(PartsAnswer):
     """An answer; its parts are its blocks."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": self._model}
-
-    def part(self, call: dict[str, Any] | None) -> dict[str, Any]:
-        if call is None:
-            return {"type": "text", "text": ""}
-        return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": ""}
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
         block = self.parts[-1]
@@ -183,9 +157,14 @@ class MessagesAnswer(PartsAnswer):
         ended: Event = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._counts()}
         return [{"type": "message_start", "message": {**self._head, **ended}}]
 
-    def open(self) -> Iterable[Event]:
-        block = self.parts[-1]
-        return [self._of_part("start", content_block={**block, **({"input": {}} if "input" in block else {})})]
+    def open(self, call: Event | None) -> Iterator[Event]:
+        block: Event = {"type": "text", "text": ""}
+        if call is not None:
+            block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+        self.parts.append(block)
+        yield self._of_part("start", content_block={**block})
+        if call is not None:
+            block["input"] = ""
 
     def close(self) -> Iterator[Event]:
         if self.parts:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
@@ -51,8 +49,7 @@ class Body(BaseModel):
             rest = {name: value for name, value in given.items() if name != "type"}
             given = {"type": given.get("type"), inner: rest}
         # A field that is null is absent, as clients send what they got.
-        ignored = cls.ignores - _names_of(cls)
-        return {name: each for name, each in given.items() if each is not None and name not in ignored}
+        return {name: each for name, each in given.items() if each is not None and name not in cls.ignores}
 
     @model_validator(mode="after")
     def _is_whole(self) -> Body:
@@ -110,13 +107,6 @@ def _nested(body: bytes) -> int:
         return most
     bare = b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
     return bare.count(b"{") + bare.count(b"[")
-
-
-@functools.cache
-def _names_of(kind: type[Body]) -> frozenset[str]:
-    aliases = [field.validation_alias or name for name, field in kind.model_fields.items()]
-    choices = [alias.choices if isinstance(alias, AliasChoices) else [alias] for alias in aliases]
-    return frozenset(str(name) for names in choices for name in names)
 
 
 def shortened(value: object) -> str:

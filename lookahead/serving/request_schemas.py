@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BeforeValidator,
-    Field,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, StringConstraints, model_validator
 
 from lookahead.serving.message_schemas import Content, FunctionName, Message, Text
 from lookahead.serving.parsing import BY_TYPE, Body, read_as
@@ -169,11 +162,6 @@ class GenerationBody(Body):
     def prompt_top(self) -> int | None:
         """Number of likely tokens to report for each token of the prompt; None reports nothing."""
         return self.prompt_logprobs
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class ChatBody(GenerationBody):

@@ -103,13 +103,14 @@ class Output:
         asked: The client's request.
 
     Attributes:
+        client: Whose it is.
         has_begun: Whether an update was sent.
     """
 
     def __init__(
         self, request: Request, tokenizer: PreTrainedTokenizerBase, on_update: OnUpdate, asked: GenerationRequest
     ) -> None:
-        self.request, self.has_begun, self._top = request, False, asked.top_logprobs
+        self.request, self.client, self.has_begun, self._top = request, asked.client, False, asked.top_logprobs
         self._hidden_ends = frozenset(asked.hidden_ends)
         self._pieces, self._on_update = TextPieces(tokenizer), on_update
 

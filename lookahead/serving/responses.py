@@ -9,25 +9,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from lookahead.serving.answers import Event, PartsAnswer
 from lookahead.serving.api_errors import ApiError, invalid
 from lookahead.serving.message_schemas import Message, Parts, TextPart, text_of
 from lookahead.serving.parsing import BY_TYPE, Body, read_as
-from lookahead.serving.request_schemas import ChatBody, Effort, Metadata, NamedTool, ResponseFormat, Verbosity
+from lookahead.serving.request_schemas import ChatBody, Effort, Metadata, ResponseFormat, Verbosity
 
 Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 _MOST_KEPT, _MOST_BYTES = 1000, 64 << 20
-_ECHOED = {
-    "instructions",
-    "max_completion_tokens",
-    "metadata",
-    "parallel_tool_calls",
-    "previous_response_id",
-    "reasoning",
-}
-_ECHOED |= {"store", "temperature", "text", "tool_choice", "tools", "top_p"}
+_ECHOED = frozenset((
+    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning",
+    "store", "temperature", "text", "tool_choice", "tools", "top_p",
+))  # fmt: skip
 
 
 class InputItem(Body):
@@ -86,8 +81,10 @@ Items = Annotated[str | Annotated[list[InputItem], Field(min_length=1, fail_fast
 
 
 class ResponsesBody(ChatBody):
-    """A request to `/v1/responses`."""
+    """A request to `/v1/responses`; some of its fields are echoed as they were sent."""
 
+    ignores = ChatBody.ignores - {"metadata", "store"}
+    _echoed: dict[str, Any] = PrivateAttr()
     messages: Annotated[list[Message], read_as(Items, _messages_of)] = Field(alias="input")
     max_completion_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")
     instructions: str | None = None
@@ -102,6 +99,13 @@ class ResponsesBody(ChatBody):
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_echo(cls, given: Any, handler: Any) -> Any:
+        body = handler(given)
+        body._echoed = {name: value for name, value in given.items() if name in _ECHOED and value is not None}
+        return body
 
     @model_validator(mode="after")
     def _as_chat(self) -> ResponsesBody:
@@ -132,30 +136,13 @@ class ResponsesAnswer(PartsAnswer):
 
     def __init__(self, keep: Callable[[str, Message], None], body: ResponsesBody, *arguments: Any) -> None:
         super().__init__(body, *arguments)
-        echoed = body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True)
-        if body.tools:
-            echoed["tools"] = [{"type": tool.type, **tool.function.model_dump()} for tool in body.tools]
-        if body.text is not None and body.text.format is not None:
-            form = body.text.format
-            inner = form.json_schema.model_dump(by_alias=True) if form.json_schema else {}
-            echoed["text"] = {**echoed["text"], "format": {"type": form.type, **inner}}
-        if isinstance(body.tool_choice, NamedTool):
-            echoed["tool_choice"] = {"type": "function", "name": body.tool_choice.function.name}
         self._id, self._keep, self._numbers = f"resp_{uuid.uuid4().hex}", keep, itertools.count()
         self._head = {
             "id": self._id, "object": "response", "created_at": int(time.time()), "model": self._model, "error": None,
             "incomplete_details": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True,
             "temperature": None, "tool_choice": "auto", "tools": [], "top_p": None, "truncation": "disabled",
-            "usage": None, **echoed,
+            "usage": None, **body._echoed,
         }  # fmt: skip
-
-    def part(self, call: dict[str, Any] | None) -> dict[str, Any]:
-        if call is not None:
-            function = {"name": call["function"]["name"], "arguments": "", "call_id": call["id"]}
-            return {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "status": "completed", **function}
-        text = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        name = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "status": "completed"}
-        return {**name, "role": "assistant", "content": [text]}
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
         item = self.parts[-1]
@@ -171,12 +158,18 @@ class ResponsesAnswer(PartsAnswer):
         response = {**self._head, "status": "in_progress", "output": []}
         return [self._event(kind, response=response) for kind in ("created", "in_progress")]
 
-    def open(self) -> Iterator[Event]:
-        item, at = self.parts[-1], len(self.parts) - 1
-        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {}
-        yield self._event("output_item.added", output_index=at, item={**item, "status": "in_progress", **empty})
-        if item["type"] == "message":
-            yield self._of_part("content_part.added", part=item["content"][0])
+    def open(self, call: Event | None) -> Iterator[Event]:
+        at, name = len(self.parts), uuid.uuid4().hex
+        item: Event = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": []}
+        if call is not None:
+            function = {"name": call["function"]["name"], "arguments": "", "call_id": call["id"]}
+            item = {"type": "function_call", "id": f"fc_{name}", **function}
+        self.parts.append({**item, "status": "completed"})
+        yield self._event("output_item.added", output_index=at, item={**item, "status": "in_progress"})
+        if call is None:
+            text = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self.parts[at]["content"] = [text]
+            yield self._of_part("content_part.added", part={**text})
 
     def close(self) -> Iterator[Event]:
         if not self.parts:

@@ -78,9 +78,8 @@ class Guard:
         except (ApiError, asyncio.CancelledError) as raised:
             if has_begun:
                 raise
-            error = (
-                raised if isinstance(raised, ApiError) else shutting_down()
-            )  # uvicorn cancels what is left at its end
+            # At its end, uvicorn cancels what is left.
+            error = raised if isinstance(raised, ApiError) else shutting_down()
             if error.status == 413:
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._read_rest(receive), _REST_S)

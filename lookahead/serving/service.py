@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from lookahead.serving.answers import Answer, Event
-from lookahead.serving.api_errors import ApiError, invalid, shutting_down
+from lookahead.serving.api_errors import ApiError, as_api_error, invalid, shutting_down
 from lookahead.serving.decoding_loop import DecodingLoop, PlannedRequest
 from lookahead.serving.metrics import Metrics
 from lookahead.serving.parsing import parsed
@@ -27,8 +28,7 @@ from lookahead.serving.request_schemas import ChatBody, CompletionBody
 from lookahead.serving.requests import Output, TokenLogprobs, Update, prompt_logprobs
 from lookahead.serving.served_models import HearingModel, ServedModel, ServedModels
 from lookahead.serving.speech import heard, speech_of
-from lookahead.serving.timed_workers import TimedWorkers, left
-from lookahead.serving.translation import as_api_error
+from lookahead.serving.timed_workers import TimedWorkers, in_time, left
 
 T = TypeVar("T")
 MakeAnswer = Callable[..., Answer]
@@ -37,6 +37,8 @@ _READERS = 4  # threads for work whose size a client sets
 _WRITERS = 2  # threads for bodies of requests and answers, which take tenths of a second
 _READING_S = 10.0  # time limit of each piece of it
 _BODY_S = 30.0  # time limit for a body to arrive
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,11 +86,8 @@ class Service:
 
     async def model(self, name: str | None, deadline: float, kind: type[Any] = ServedModel) -> Any:
         """The model of a request, of the kind that can serve it; waits while it loads."""
-        future = self.models.get(name)
-        try:
-            served = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), left(deadline))
-        except (asyncio.TimeoutError, TimeoutError):
-            raise ApiError(503, "the model is loading", headers={"Retry-After": "5"}) from None
+        loading = ApiError(503, "the model is loading", headers={"Retry-After": "5"})
+        served = await in_time(asyncio.shield(asyncio.wrap_future(self.models.get(name))), left(deadline), loading)
         if not isinstance(served, kind):
             does = "writes text" if isinstance(served, ServedModel) else "transcribes sound: /v1/audio/transcriptions"
             raise invalid("model", f"{served.name!r} {does}")
@@ -100,10 +99,7 @@ class Service:
 
     async def arrived(self, reading: Awaitable[T]) -> T:
         """What a client sends, which must arrive in a short time."""
-        try:
-            return await asyncio.wait_for(reading, _BODY_S)
-        except (asyncio.TimeoutError, TimeoutError):
-            raise ApiError(408, f"the body took more than {_BODY_S:g} s to arrive") from None
+        return await in_time(reading, _BODY_S, ApiError(408, f"the body took more than {_BODY_S:g} s to arrive"))
 
     async def parse(self, kind: type[T], sent: bytes, turn: Turn) -> T:
         """The request in a body, read on a thread: other requests go on meanwhile."""
@@ -142,26 +138,23 @@ class Service:
     async def updates(self, turn: Turn) -> AsyncIterator[tuple[int, Update]]:
         """The updates of all outputs until the last has ended; ApiError if an output failed."""
         choices = turn.answer.choices
-        ended = {i for i, choice in enumerate(choices) if choice.finish_reason is not None}
-        while len(ended) < len(choices):
-            try:
-                i, update = await asyncio.wait_for(turn.updates.get(), left(turn.deadline))
-            except (asyncio.TimeoutError, TimeoutError):
-                raise ApiError(
-                    504, f"the answer took more than {self._timeout_s:g} s; --request-timeout sets the limit"
-                ) from None
-            if i in ended:  # after a stop text
+        late = ApiError(504, f"the answer took more than {self._timeout_s:g} s; --request-timeout sets the limit")
+        while any(choice.finish_reason is None for choice in choices):
+            i, update = await in_time(turn.updates.get(), left(turn.deadline), late)
+            if choices[i].finish_reason is not None:  # after a stop text
                 continue
             if update.error is not None:
-                raise as_api_error(update.error)
+                known = as_api_error(update.error)
+                if known.status == 500:
+                    _log.error("an output failed", exc_info=update.error)
+                raise known
             if update.end == "cancelled":
                 raise shutting_down()
             if update.tokens and not choices[i].tokens:
                 self.metrics.first_token.observe(time.monotonic() - turn.started)
             self.metrics.new.inc(len(update.tokens))
             yield i, update
-            if update.is_last or choices[i].has_stopped:
-                ended.add(i)
+            if choices[i].finish_reason is not None:
                 turn.outputs[i].cancel()
                 self.metrics.count(choices[i].stats)
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -45,10 +45,8 @@ class TimedWorkers:
         Raises:
             ApiError: The task took longer, or waited longer.
         """
-        try:
-            await asyncio.wait_for(self._enter(client), left(deadline))
-        except (asyncio.TimeoutError, TimeoutError):
-            raise ApiError(503, "earlier requests still take too long to read") from None
+        late = ApiError(503, "earlier requests still take too long to read")
+        await in_time(self._enter(client), left(deadline), late)
         limit_s = min(self._limit_s, left(deadline))
         event_loop = asyncio.get_running_loop()
         thread = self._idle.pop() if self._idle else TaskThread("lookahead-requests")
@@ -59,10 +57,9 @@ class TimedWorkers:
                 event_loop.call_soon_threadsafe(self._leave, thread)
 
         future.add_done_callback(end)
+        late = ApiError(503, f"reading the request took more than {limit_s:g} s")
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), limit_s)
-        except (asyncio.TimeoutError, TimeoutError):
-            raise ApiError(503, f"reading the request took more than {limit_s:g} s") from None
+            return await in_time(asyncio.wrap_future(future), limit_s, late)
         finally:
             if interrupts and not future.done():
                 thread.interrupt()
@@ -99,6 +96,14 @@ class TimedWorkers:
                 turn.set_result(None)
                 return
         self._free += 1
+
+
+async def in_time(waiting: Awaitable[T], limit_s: float, late: ApiError) -> T:
+    """The result of what is waited for, or an error if it comes late."""
+    try:
+        return await asyncio.wait_for(waiting, limit_s)
+    except (asyncio.TimeoutError, TimeoutError):
+        raise late from None
 
 
 def left(deadline: float) -> float:

@@ -51,7 +51,7 @@ class CallReader:
     """Reads the text before the first call, and calls, from an output as it grows; text after a call is dropped.
 
     Args:
-        names: Names of the tools; what looks like a call of others is text.
+        names: Names of the tools; what looks like a call of others is text, and without names all is.
         is_forced: Whether the output can only be a call.
 
     Attributes:
@@ -84,6 +84,8 @@ class CallReader:
         if self._depth:
             return self._more_arguments()
         rest, before, start = self._rest, "", 0
+        if not self._names:
+            return self._say(len(rest))
         if self.calls:
             rest = self._rest = _AFTER.sub("", rest, count=1)
             if not is_last and any(tag.startswith(rest) for tag in (*_TAGS, "</tool_call>")):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,14 +14,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from lookahead.decoding.prompts import PromptReader
 from lookahead.decoding.validation import resolved
-from lookahead.errors import (
-    ConfigError,
-    DocumentError,
-    LogitsError,
-    PromptError,
-    PromptTooLongError,
-    UnsupportedModelError,
-)
+from lookahead.errors import ConfigError, PromptError, PromptTooLongError
 from lookahead.model.calls import kind_of
 from lookahead.model.facts import context_limit
 from lookahead.serving.api_errors import ApiError, invalid
@@ -43,10 +35,9 @@ from lookahead.serving.requests import GenerationRequest
 from lookahead.serving.tool_calls import schema_of_call
 from lookahead.verification.rules import end_tokens
 
-_log = logging.getLogger(__name__)
 _TOKEN = re.compile("0|[1-9][0-9]{0,9}")  # one way to write each token
 _PLACES = {"logit_bias": "keys", "stop_token_ids": "entries", "tokens": "entries"}
-_INFILL = (
+_INFILL = (  # before a prompt, between it and a suffix, and after that
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )  # fmt: skip
@@ -100,6 +91,9 @@ class Translator:
     ) -> None:
         self._media = None if processor is None else MediaReader(processor)
         self._plain = PlainText(tokenizer) if plain_user_text else None
+        # Arguments that pad or cut prompts, or replace the template, are not template variables.
+        readers: list[Any] = [tokenizer] if processor is None else [tokenizer, processor]
+        self._no_variables = {"messages"}.union(*(inspect.signature(r.apply_chat_template).parameters for r in readers))
         self._model, self._tokenizer, self._most, self._most_outputs = model, tokenizer, max_new_tokens, most_outputs
         self.context = None if kind_of(model).has_encoder else context_limit(model)
         self._limit = kind_of(model).prompt_limit(model)
@@ -119,16 +113,12 @@ class Translator:
                 raise invalid("n", f"the server takes at most {most} outputs at once, got {outputs}")
             if body.truncate_prompt_tokens:
                 return
-        counts = [("prompt", self._least(size_of(each)) if isinstance(each, str) else len(each)) for each in prompts]
-        for field, tokens in [*counts, ("messages", self._least(sum(message.size for message in messages)))]:
-            if self._limit is not None and tokens > self._limit:
-                raise _too_long(
-                    field, f"the prompt has at least {tokens} tokens, and the model's context {self._limit}"
-                )
-
-    def _least(self, size: int) -> int:
-        """The fewest tokens that a text of some bytes may have."""
-        return -(-size // self._longest)
+        sizes = [("messages", sum(message.size for message in messages))]
+        sizes += [("prompt", size_of(each) if isinstance(each, str) else len(each) * self._longest) for each in prompts]
+        for field, size in sizes:
+            least = -(-size // self._longest)
+            if self._limit is not None and least > self._limit:
+                raise _too_long(field, f"the prompt has at least {least} tokens, and the model's context {self._limit}")
 
     def of_chat(self, body: ChatBody) -> list[GenerationRequest]:
         """The request of a chat."""
@@ -146,11 +136,7 @@ class Translator:
         for name, value in (("continue_final_message", body.continues), ("add_generation_prompt", not body.continues)):
             if getattr(body, name) not in (None, value):
                 raise invalid(name, f"must be {value} here: a final message of the assistant is continued")
-        most, name = body.max_completion_tokens, "max_completion_tokens"
-        if most is None:
-            most, name = body.max_tokens, "max_tokens"
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return [self._request(body, ids, most, name, logprobs, inputs)]
+        return [self._request(body, ids, (body.top_logprobs or 0) if body.logprobs else None, inputs)]
 
     def of_completion(self, body: CompletionBody) -> list[GenerationRequest]:
         """A request for every prompt."""
@@ -158,33 +144,25 @@ class Translator:
             raise invalid("prompt", "must hold a prompt, got none")
         prompts, cut = body.prompts, body.truncate_prompt_tokens
         if body.suffix is not None:
-            before, between, after = self._infill
+            known = self._tokenizer.get_added_vocab()
+            infill = next((tokens for tokens in _INFILL if known.keys() >= {*tokens}), None)
+            if infill is None:
+                raise invalid("suffix", "the model has no tokens for infilling that are known here")
+            before, between, after = infill
             if not all(isinstance(prompt, str) for prompt in prompts):
                 raise invalid("prompt", "must be text to be continued before a suffix")
             prompts = [f"{before}{prompt}{between}{body.suffix}{after}" for prompt in prompts]
-        given = [self._read(prompt, cut) for prompt in prompts]
-        return [self._request(body, ids, body.max_tokens, "max_tokens", body.logprobs) for ids in given]
+        return [self._request(body, ids, body.logprobs) for ids in [self._read(prompt, cut) for prompt in prompts]]
 
-    @property
-    def _infill(self) -> tuple[str, str, str]:
-        """The tokens before a prompt, between it and a suffix, and after that."""
-        known = self._tokenizer.get_added_vocab()
-        for tokens in _INFILL:
-            if all(token in known for token in tokens):
-                return tokens
-        raise invalid("suffix", "the model has no tokens for infilling that are known here")
-
-    def tokens_of(self, body: TokenizeBody | ChatBody) -> list[int]:
-        """The token ids of a text or a chat."""
+    def tokens_of(self, body: TokenizeBody | DetokenizeBody | ChatBody) -> list[int]:
+        """The token ids of a text or a chat, or those of the body itself."""
+        if isinstance(body, DetokenizeBody):
+            return [self._token(str(token), "tokens") for token in body.tokens]
         if isinstance(body, ChatBody):
             return self.of_chat(body)[0].ids
         if body.messages is not None:
             return self._render(body.messages)[0]
         return self._read(body.prompt, add_special_tokens=body.add_special_tokens)
-
-    def text_of(self, body: DetokenizeBody) -> str:
-        """The text of token ids."""
-        return str(self._tokenizer.decode([self._token(str(token), "tokens") for token in body.tokens]))
 
     def _render(
         self,
@@ -195,13 +173,8 @@ class Translator:
     ) -> tuple[list[int], dict[str, Any]]:
         """The token ids of a chat, and all inputs of the model if there are images or sounds."""
         kwargs = dict(kwargs or {})
-        # Arguments that pad or cut prompts, or replace the template, are not template variables.
-        taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"}
-        if self._media is not None:
-            taken |= {*inspect.signature(self._media.processor.apply_chat_template).parameters}
-        for name in kwargs:
-            if name in taken:
-                raise invalid(f"chat_template_kwargs.{name}", "cannot be set by clients")
+        if refused := [name for name in kwargs if name in self._no_variables]:
+            raise invalid(f"chat_template_kwargs.{refused[0]}", "cannot be set by clients")
         media = [part for message in messages for part in message.media]
         if media and self._media is None:
             raise invalid(f"messages.content.{media[0].type}", "the model reads text only")
@@ -225,11 +198,9 @@ class Translator:
             without, (ids, inputs) = ids, read(**kwargs)
             if ids == without:
                 raise invalid("tools", "the chat template of the model takes none")
-        return (
-            (self._read(self._plain.ids(given, kwargs), cut), {})
-            if self._plain is not None and is_plain
-            else (ids, inputs)
-        )
+        if self._plain is not None and is_plain:
+            return self._read(self._plain.ids(given, kwargs), cut), {}
+        return ids, inputs
 
     def _read(self, prompt: Any, cut: int | None = None, **options: Any) -> list[int]:
         """The token ids of a prompt; with `cut` the last ones."""
@@ -250,14 +221,10 @@ class Translator:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else None
 
     def _request(
-        self,
-        body: GenerationBody,
-        ids: list[int],
-        most: int | None,
-        most_name: str,
-        logprobs: int | None,
-        inputs: Mapping[str, Any] | None = None,
+        self, body: GenerationBody, ids: list[int], logprobs: int | None, inputs: Mapping[str, Any] | None = None
     ) -> GenerationRequest:
+        name = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
+        most = getattr(body, name)
         options: dict[str, Any] = {name: each for name in _AS_THEY_ARE if (each := getattr(body, name)) is not None}
         if options.get("top_k") == -1:
             options["top_k"] = 0
@@ -267,7 +234,7 @@ class Translator:
             options = {"do_sample": False} | ({"repetition_penalty": rp} if (rp := body.repetition_penalty) else {})
         elif is_random:
             options["do_sample"] = True
-        options["max_new_tokens"] = self._new_tokens(ids, most, most_name)
+        options["max_new_tokens"] = self._new_tokens(ids, most, name)
         # Special tokens are not part of the text, so a special stop token is not found there.
         special = self._tokenizer.get_added_vocab()
         ends = [special[stop] for stop in body.stop if stop in special]
@@ -307,15 +274,6 @@ class Translator:
         if not _TOKEN.fullmatch(token) or int(token) >= self._model.config.get_text_config().vocab_size:
             raise invalid(field, f"{_PLACES[field]} must be token ids of the model, got {token[:20]!r}")
         return int(token)
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """The response to an error: what a request caused is told, others are logged."""
-    is_of_grammar = isinstance(error, LogitsError) and "grammar" in str(error)
-    if is_of_grammar or isinstance(error, ConfigError | DocumentError | PromptError | UnsupportedModelError):
-        return invalid(None, str(error))
-    _log.error("a request failed", exc_info=error)
-    return ApiError(500, "internal error")
 
 
 def _grammar_of(body: GenerationBody) -> dict[str, Any]:

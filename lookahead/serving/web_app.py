@@ -17,18 +17,16 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 import lookahead
-from lookahead.errors import LookaheadError
 from lookahead.serving import llama_server
 from lookahead.serving.answers import Answer
-from lookahead.serving.api_errors import ApiError
-from lookahead.serving.messages import CountBody, MessagesAnswer, MessagesBody, counted
+from lookahead.serving.api_errors import OF_REQUESTS, ApiError, as_api_error
+from lookahead.serving.messages import CountBody, MessagesAnswer, MessagesBody
 from lookahead.serving.request_schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from lookahead.serving.responses import KeptMessages, ResponsesAnswer, ResponsesBody
 from lookahead.serving.safety import Guard
 from lookahead.serving.served_models import ServedModel, ServedModels
 from lookahead.serving.service import MakeAnswer, Service, Turn, unless_left
 from lookahead.serving.speech import MOST_FIELDS
-from lookahead.serving.translation import as_api_error
 
 Handler = Callable[[Turn, Any], Awaitable[Response]]
 _LEFT = 499  # the status of a request whose client is gone, for the metrics
@@ -80,11 +78,13 @@ def make_app(
 
             return await unless_left(request, respond())
 
-    def told(read: Callable[[ServedModel, Any], Any]) -> Handler:
-        """A path that answers with what is read of the model and the body."""
+    def of_tokens(tell: Callable[[ServedModel, list[int]], Any]) -> Handler:
+        """A path that answers with what is told of the tokens of the body."""
 
         async def handle(turn: Turn, body: Any) -> Response:
-            return JSONResponse(await service.read(turn, body, lambda served: read(served, body)))
+            return JSONResponse(
+                await service.read(turn, body, lambda served: tell(served, served.translator.tokens_of(body)))
+            )
 
         return handle
 
@@ -105,12 +105,12 @@ def make_app(
     post("/v1/chat/completions", ChatBody, answer)
     post("/v1/responses", ResponsesBody, respond)
     post("/v1/messages", MessagesBody, partial(answer, make=MessagesAnswer))
-    post("/v1/messages/count_tokens", CountBody, told(counted))
+    post("/v1/messages/count_tokens", CountBody, of_tokens(lambda _, tokens: {"input_tokens": len(tokens)}))
     post("/completion", llama_server.LlamaBody, partial(answer, make=llama_server.LlamaAnswer))
     post("/infill", llama_server.InfillBody, partial(answer, make=llama_server.LlamaAnswer))
-    post("/tokenize", TokenizeBody, told(llama_server.tokenized))
-    post("/apply-template", TokenizeBody, told(llama_server.rendered))
-    post("/detokenize", DetokenizeBody, told(llama_server.detokenized))
+    post("/tokenize", TokenizeBody, of_tokens(llama_server.tokenized))
+    post("/apply-template", TokenizeBody, of_tokens(lambda served, tokens: {"prompt": served.tokenizer.decode(tokens)}))
+    post("/detokenize", DetokenizeBody, of_tokens(llama_server.detokenized))
     app.post("/v1/audio/transcriptions")(hear)
     app.post("/v1/audio/translations")(hear)
 
@@ -154,13 +154,12 @@ def make_app(
         async def page() -> Response:
             return HTMLResponse(content, headers={"Content-Security-Policy": _policy_of(content)})
 
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body_at(request.url.path), error.status, error.headers)
+    async def refused(request: Request, error: Exception) -> Response:
+        told = as_api_error(error)
+        return JSONResponse(told.body_at(request.url.path), told.status, told.headers)
 
-    @app.exception_handler(LookaheadError)
-    async def wrong(request: Request, error: LookaheadError) -> Response:
-        return await refused(request, as_api_error(error))
+    for known in (ApiError, *OF_REQUESTS, Exception):
+        app.add_exception_handler(known, refused)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
@@ -169,10 +168,6 @@ def make_app(
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=_LEFT)
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return await refused(request, ApiError(500, "internal error"))
 
     _, described = models_json_schema(kinds, ref_template="#/components/schemas/{model}")
     app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"])
