@@ -6,6 +6,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -86,8 +87,8 @@ class Answer:
         prompts: Sequence[list[int]],
         logprobs: Sequence[list[TokenLogprobs]] = (),
     ) -> None:
-        self._body, self._tokenizer, self._prompts, self._model = body, tokenizer, prompts, model
-        self._prompt_logprobs, self._texts = logprobs, dict[int, str]()
+        self._body, self._prompts, self._model, self._prompt_logprobs = body, prompts, model, logprobs
+        self._text = cache(lambda token: str(tokenizer.decode([token])))
         self._is_chat = isinstance(body, ChatBody)
         names, forced = list[str](), body.forced_tools if isinstance(body, ChatBody) else None
         if isinstance(body, ChatBody) and body.tool_choice != "none":
@@ -223,11 +224,6 @@ class Answer:
         text = self._text(token)
         # A token may be part of a character; its text then does not show its bytes.
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-
-    def _text(self, token: int) -> str:
-        if token not in self._texts:
-            self._texts[token] = str(self._tokenizer.decode([token]))
-        return self._texts[token]
 
 
 class PartsAnswer(Answer):

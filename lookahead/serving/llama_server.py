@@ -16,16 +16,12 @@ from lookahead.serving.requests import Update
 from lookahead.serving.served_models import ServedModel
 
 
-def _limit_of(tokens: int | None) -> int | None:
-    return None if tokens == -1 else tokens
-
-
 class LlamaBody(CompletionBody):
     """A request to `/completion`."""
 
     ignores = CompletionBody.ignores | {"cache_prompt", "id_slot", "n_threads", "samplers", "timings_per_token"}
     prompt: Annotated[str | TokenIds, BY_TYPE]
-    max_tokens: Annotated[int | None, AfterValidator(_limit_of)] = Field(
+    max_tokens: Annotated[int | None, AfterValidator(lambda tokens: None if tokens == -1 else tokens)] = Field(
         None, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens")
     )
     repetition_penalty: float | None = Field(

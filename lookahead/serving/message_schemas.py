@@ -106,16 +106,6 @@ class Message(Body):
             return self.content
         return [MessagePart(type="text", text=text_of(self.content) or self.refusal or "")]
 
-    @property
-    def media(self) -> list[MessagePart]:
-        """Its images and sounds."""
-        return [part for part in self.parts if part.text is None]
-
-    @property
-    def size(self) -> int:
-        """Bytes of its text."""
-        return sum(size_of(part.text or "") for part in self.parts)
-
     def for_template(self) -> dict[str, Any]:
         """The message in the form of chat templates."""
         given = self.model_dump(exclude_none=True, exclude={"refusal", "reasoning", "function_call"})

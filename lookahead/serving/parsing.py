@@ -97,7 +97,9 @@ def parsed(kind: type[Any], body: bytes | dict[str, Any]) -> Any:
             raise ApiError(400, f"the body must be JSON: {first['msg']}", code="invalid_json") from None
         reason = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
         field = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("a ", "an ")))  # no types
-        got = "" if first["type"] in ("missing", "extra_forbidden") else f", got {shortened(first['input'])}"
+        shown = repr(first["input"])
+        shown = shown if len(shown) <= 120 else f"{shown[:110]}...{shown[-6:]}"
+        got = "" if first["type"] in ("missing", "extra_forbidden") else f", got {shown}"
         raise invalid(field or None, f"{reason}{got}") from None
 
 
@@ -107,9 +109,3 @@ def _nested(body: bytes) -> int:
         return most
     bare = b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
     return bare.count(b"{") + bare.count(b"[")
-
-
-def shortened(value: object) -> str:
-    """The repr of a client's value, in at most 120 characters."""
-    shown = repr(value)
-    return shown if len(shown) <= 120 else f"{shown[:110]}...{shown[-6:]}"

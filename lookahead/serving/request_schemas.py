@@ -20,10 +20,6 @@ def _are_few(given: Any) -> Any:
     return given
 
 
-def _list_of(stop: str | list[str]) -> list[str]:
-    return [stop] if stop and isinstance(stop, str) else list(stop)
-
-
 def _is_no_overflow(temperature: float) -> float:
     if 0 < temperature < _LEAST_TEMPERATURE:
         raise ValueError(f"must be 0, or from {_LEAST_TEMPERATURE} to 2")
@@ -38,7 +34,7 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 OptionalText = Annotated[str, StringConstraints(max_length=200)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Stops = Annotated[OptionalText | Annotated[list[StopText], Field(max_length=16)], BY_TYPE]
-StopTexts = Annotated[list[str], read_as(Stops, _list_of)]
+StopTexts = Annotated[list[str], read_as(Stops, lambda stop: [stop] if stop and isinstance(stop, str) else [*stop])]
 Schema = Annotated[dict[str, Any] | str, BY_TYPE]
 Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -158,11 +154,6 @@ class GenerationBody(Body):
     skip_special_tokens: Literal[True] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
-    @property
-    def prompt_top(self) -> int | None:
-        """Number of likely tokens to report for each token of the prompt; None reports nothing."""
-        return self.prompt_logprobs
-
 
 class ChatBody(GenerationBody):
     """A request to `/v1/chat/completions`."""
@@ -223,12 +214,6 @@ class CompletionBody(GenerationBody):
         is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return [self.prompt] if is_one else list(self.prompt)
 
-    @property
-    def prompt_top(self) -> int | None:
-        """As for a chat; an echo has log-probabilities too."""
-        wanted = [top for top in (self.prompt_logprobs, self.logprobs if self.echo else None) if top is not None]
-        return max(wanted, default=None)
-
 
 class TokenizeBody(Body):
     """A request to `/tokenize`, or `/apply-template`; llama-server says `content`."""
@@ -243,11 +228,6 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("one of prompt and messages is needed")
         return self
-
-    @property
-    def prompts(self) -> list[str]:
-        """The text, if it is one."""
-        return [] if self.prompt is None else [self.prompt]
 
 
 class DetokenizeBody(Body):

@@ -122,7 +122,8 @@ class Service:
         whose = turn.deadline, turn.client
         served, planned = await self.read(turn, body, lambda served: (served, _plan(served, body, turn)))
         prompts, logprobs = [each.request.ids for each in planned], list[list[TokenLogprobs]]()
-        if (top := body.prompt_top) is not None:
+        tops = [body.prompt_logprobs, body.logprobs if isinstance(body, CompletionBody) and body.echo else None]
+        if (top := max((top for top in tops if top is not None), default=None)) is not None:
             if body.stream and body.prompt_logprobs is not None:
                 raise invalid("prompt_logprobs", "are not streamed")
             if (count := sum(map(len, prompts))) > _MOST_SCORED:

@@ -106,14 +106,15 @@ class Translator:
 
         A text has at least its bytes divided by those of the longest token as tokens.
         """
-        prompts, messages = getattr(body, "prompts", ()), getattr(body, "messages", None) or ()
+        prompts: list[Any] = body.prompts if isinstance(body, CompletionBody) else [getattr(body, "prompt", None) or ""]
+        texts = [part.text or "" for message in getattr(body, "messages", None) or () for part in message.parts]
         if isinstance(body, GenerationBody):
             outputs, most = body.n * max(1, len(prompts)), self._most_outputs
             if most is not None and outputs > most:
                 raise invalid("n", f"the server takes at most {most} outputs at once, got {outputs}")
             if body.truncate_prompt_tokens:
                 return
-        sizes = [("messages", sum(message.size for message in messages))]
+        sizes = [("messages", sum(map(size_of, texts)))]
         sizes += [("prompt", size_of(each) if isinstance(each, str) else len(each) * self._longest) for each in prompts]
         for field, size in sizes:
             least = -(-size // self._longest)
@@ -175,7 +176,7 @@ class Translator:
         kwargs = dict(kwargs or {})
         if refused := [name for name in kwargs if name in self._no_variables]:
             raise invalid(f"chat_template_kwargs.{refused[0]}", "cannot be set by clients")
-        media = [part for message in messages for part in message.media]
+        media = [part for message in messages for part in message.parts if part.text is None]
         if media and self._media is None:
             raise invalid(f"messages.content.{media[0].type}", "the model reads text only")
         if media and cut is not None:
