@@ -246,11 +246,13 @@ def test_a_default_dtype_or_device_of_torch_changes_no_token(name: str, dtype: t
     config = LookaheadConfig(draft="fixed")
     expected, marked = model.generate(IDS, **GREEDY), model_fingerprint(model)
     product_bits.rows_of.cache_clear()
+    product_bits._own_products.cache_clear()
     exact_attention.has_bits_of_sdpa.cache_clear()
     with torch.device("meta"):
         assert torch.equal(decode(model, lookahead_config=config), expected)
     for default in (torch.float64, torch.bfloat16, torch.float16):
         product_bits.rows_of.cache_clear()
+        product_bits._own_products.cache_clear()
         exact_attention.has_bits_of_sdpa.cache_clear()
         torch.set_default_dtype(default)
         try:

@@ -266,8 +266,10 @@ def forgets_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     """What was compared before is forgotten, and what a test compares too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     product_bits.rows_of.cache_clear()
+    product_bits._own_products.cache_clear()
     yield
     product_bits.rows_of.cache_clear()
+    product_bits._own_products.cache_clear()
 
 
 def in_blocks(x: Any, weight: Any, bias: Any = None, block: int = 16) -> Any:

@@ -156,8 +156,9 @@ class LinearScope:
         mixtures = sum(weight.nbytes for weight in model.parameters() if weight.dim() == 3)
         self.packs_experts = self.packs and size + mixtures <= _SHARE_OF_MEMORY * memory
         own = "packed" if self.copies else "stored"
-        is_fast = backends[:1] == (own,) and own in measured_backends(dtype, (1,), _WHOLE_LAYERS)
-        self.fewest = 1 if is_fast else 2
+        if dtype == torch.float32:
+            is_fast = backends[:1] == (own,) and own in measured_backends(dtype, (1,), _WHOLE_LAYERS)
+            self.fewest = 1 if is_fast else 2
         known, plan = state_of(model).linears, state_of(model).plan
         for layer in layers:
             packed = known.setdefault(layer, PackedLinear())

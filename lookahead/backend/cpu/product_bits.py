@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial, wraps
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -37,6 +36,7 @@ _PACKED_ROWS = 2, 3, 8, 17, 33, 64, 100, 190, 300, 516, 1024  # of products that
 _LONG_ROWS = 1024, 2500, 6000  # of products that are compared for long prompts
 _DIFFERENT = 256  # distinct outputs of the compared weight; the others repeat them
 _CANCELLING = 4  # inputs that cancel the remaining sum, one after the other
+_SCALES = 8  # different rows of a compared product; the others repeat them
 _OCTAVES = 3  # range of compared numbers in powers of two either way, so that sums of a few round too
 _BLOCKS = (1024, 512, 256, 2048)  # inputs of a block of sums, as CPUs choose them for one row
 
@@ -204,17 +204,26 @@ def rows_of(kind: Kind, layout: Layout) -> Rows:
 
 
 def _rows_of(kind: Kind, layout: Layout, seed: int) -> Rows:
-    x, weight, bias = _cancelling(kind, MAX_ROWS, seed)
-    alone = torch.cat([by_torch(part, weight, bias) for part in x.split(1)])
-    other = None if layout == Layout() else lay_out(weight, layout)
+    alone, together = _own_products(kind, seed)
+    products = together
+    if layout != Layout():
+        x, weight, bias = _cancelling(kind, MAX_ROWS, seed)
+        other = lay_out(weight, layout)
+        products = [other.product(x[:rows], bias) for rows in ROWS]
     most = {"solo": 0, "batch": 0}
-    for before, rows in pairwise((0, *ROWS)):
-        together = by_torch(x[:rows], weight, bias)
-        product = together if other is None else other.product(x[:rows], bias)
-        for name, expected in (("solo", alone[:rows]), ("batch", together)):
+    for before, rows, own, product in zip((0, *ROWS), ROWS, together, products, strict=False):
+        for name, expected in (("solo", alone[:rows]), ("batch", own)):
             if most[name] == before and torch.equal(product, expected):
                 most[name] = rows
     return Rows(**most)
+
+
+@lru_cache(maxsize=1)  # the layouts of a kind are compared one after the other
+def _own_products(kind: Kind, seed: int) -> tuple[Tensor, list[Tensor]]:
+    """Torch's products of `_cancelling` rows: of each row alone, and of the first rows together by `ROWS`."""
+    x, weight, bias = _cancelling(kind, MAX_ROWS, seed)
+    alone = torch.cat([by_torch(part, weight, bias) for part in x[:_SCALES].split(1)])
+    return alone.repeat(MAX_ROWS // _SCALES, 1), [by_torch(x[:rows], weight, bias) for rows in ROWS]
 
 
 def _cancelling(kind: Kind, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -237,7 +246,7 @@ def _cancelling(kind: Kind, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, T
         few[:, place] = -(few.double() @ row[0].double() + added.double()).to(dtype)
     copies = -(-outputs // len(few))
     weight, bias = few.repeat(copies, 1)[:outputs], added.repeat(copies)[:outputs] if has_bias else None
-    scales = 2.0 ** (torch.arange(rows, device="cpu") % 8) if not has_bias else torch.ones(rows, device="cpu")
+    scales = 2.0 ** (torch.arange(rows, device="cpu") % _SCALES) if not has_bias else torch.ones(rows, device="cpu")
     x = row * scales.to(dtype)[:, None]
     return x, weight.T.contiguous().T if is_transposed else weight, bias
 
