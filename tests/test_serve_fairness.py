@@ -16,6 +16,7 @@ from lookahead.backend import torch_backend
 from lookahead.backend.read_prompt import ReadingAhead
 from lookahead.decoding.prompts_ahead import PromptsAhead
 from lookahead.decoding.request import Request
+from lookahead.engine.engine import Engine
 from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest
 from tests.support.running_server import Running, folder, server
@@ -103,6 +104,28 @@ def test_of_prompts_that_wait_the_shortest_is_read_next(serving, tiny_llama, tin
         assert client.wait().error is None
     assert [tokens for tokens in order if tokens <= 280] == [200, 210, 150, 160, 250]
     assert [tokens for tokens in order if tokens > 280] == [300, 400] and order.index(300) > order.index(160)
+
+
+def test_few_tokens_of_prompts_that_keep_coming_are_read_between_two_steps(
+    serving, tiny_llama, tiny_tokenizer, monkeypatch
+):
+    loop, own, read = serving(tiny_llama, tiny_tokenizer, rows=16, cache_tokens=8000, prefix_bytes=0), Engine.step, [0]
+
+    def step(self: Any, **options: Any) -> Any:
+        read.append(0)
+        return own(self, **options)
+
+    monkeypatch.setattr(Engine, "step", step)
+    scheduler = loop._together._scheduler
+    for i in range(14):
+        planned = loop.plan(request_of(100, 7 + i))
+        request = Request(i)
+        request.join(planned.plan)
+        scheduler.add(request)
+        for requests in scheduler.steps():  # a server leaves a block where new requests have come
+            read[-1] += 100 * sum(len(request.token_ids) == 1 for request in requests)
+            break
+    assert max(read) == 300 and len(read) > 3
 
 
 def test_a_prompt_is_passed_only_until_others_have_four_times_as_many_tokens(tiny_llama):

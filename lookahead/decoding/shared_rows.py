@@ -64,6 +64,7 @@ class SharedRows:
         self._rows, self._cache_tokens, self._ahead = rows, cache_tokens, ahead
         self._is_mixed, self._on_prefill = is_mixed, on_prefill
         self._pass_tokens = _PASS.get(input_device(reader.model).type, _PASS["cuda"])
+        self._unstepped = 0  # tokens of prompts that were read since the last step
         self.engine: Engine | None = None
         self.running: dict[int, Request] = {}
 
@@ -95,13 +96,11 @@ class SharedRows:
 
         Yields the requests that emitted tokens or ended in a step. Between blocks the model is restored.
         """
-        is_ended, read_tokens = False, 0
-        while admitted := self._admit(waiting):
-            yield admitted
+        admitted, is_ended = list[Request](), False
+        while not is_ended and self._may_read and (admitted := self._admit(waiting)):
             is_ended = any(request.is_over for request in admitted)
-            read_tokens += sum(request.row.tokens - request.stats.reused_tokens for request in admitted)
-            if is_ended or (self._is_mixed and read_tokens >= BETWEEN_STEPS):  # the outputs of a server go on
-                break
+            self._unstepped += sum(request.row.tokens - request.stats.reused_tokens for request in admitted)
+            yield admitted  # a server may drop this block here, to take new requests
         engine, ahead = self.engine, self._ahead
         if engine is None or not self.running or is_ended:
             if not self.running and not admitted and ahead is not None:
@@ -115,12 +114,18 @@ class SharedRows:
                     with nullcontext() if ahead is None else ahead.share_of_threads(is_beside):
                         is_refilled = bool(waiting) or len(self.running) == self._rows
                         outputs = engine.step(is_refilled=is_refilled, is_timed=not is_beside)
+                    self._unstepped = 0
                     requests = [self._take(output) for output in outputs]
                 yield requests
                 # Requests of one call are put as rows come free; those of a server wait already.
                 is_free = any(request.is_over for request in requests) and (bool(waiting) or not self._is_mixed)
                 if is_free or not self.running or (ahead is not None and self._can_admit(waiting, ahead)):
                     return
+
+    @property
+    def _may_read(self) -> bool:
+        """Whether prompts may be read before the next step: the outputs of a server go on in between."""
+        return not (self._is_mixed and self.running and self._unstepped >= BETWEEN_STEPS)
 
     def _can_admit(self, waiting: deque[Request], ahead: PromptsAhead) -> bool:
         """Whether a prompt was read, or a waiting one can be."""
