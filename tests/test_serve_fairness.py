@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lookahead import LookaheadConfig
 from lookahead.backend import torch_backend
@@ -155,6 +156,23 @@ def test_a_long_prompt_that_waits_for_room_is_not_passed_for_ever(serving, tiny_
     for client in (first, large, *later):
         client.wait()
     assert order.index("large") < 3
+
+
+def test_all_rows_serve_beside_a_prompt_of_six_thousand_tokens(serving, tiny_tokenizer, monkeypatch):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=101, max_position_embeddings=8192, **sizes)).eval()
+    loop, own, together = serving(model, tiny_tokenizer, rows=16), Engine.step, list[int]()
+
+    def step(self: Any, **options: Any) -> Any:
+        together.append(len(self._rows))
+        return own(self, **options)
+
+    monkeypatch.setattr(Engine, "step", step)
+    endless = {"max_new_tokens": 400, "min_new_tokens": 400, "do_sample": False}
+    clients = [Client(loop, request_of(6000 if i == 0 else 9, 4 + i, options=endless)) for i in range(16)]
+    for client in clients:
+        assert client.wait().error is None
+    assert max(together) == 16
 
 
 def test_turns_go_round_the_clients(serving, tiny_llama, tiny_tokenizer):

@@ -24,7 +24,7 @@ from lookahead.serving.api_errors import ApiError, shutting_down
 from lookahead.serving.requests import GenerationRequest, OnUpdate, Output
 from lookahead.utils.machine import memory_bytes
 
-_MOST_SLOTS = 4096  # default maximum per row
+_MOST_SLOTS = 8192  # default maximum per row
 _CLOSING_S = 1.0  # seconds that closing waits for a thread
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class DecodingLoop:
         rows: Outputs decoded together, 1 to 1024; None for the default of `lookahead.stream_many`.
         queue: Maximum waiting requests.
         cache_tokens: Capacity of the cache in tokens, all rows together; None for the default of
-            `lookahead.stream_many`, or on a CPU an eighth of the memory, up to 4096 a row, if that is more.
+            `lookahead.stream_many`, or on a CPU an eighth of the memory, up to 8192 a row, if that is more.
         prefix_bytes: Bytes of keys and values of earlier texts to keep; 0 keeps none.
         rounds_prefixes: Whether half-precision prompts reuse earlier texts as far as they share them. Tokens may then
             differ where two are nearly equally likely.
