@@ -18,6 +18,7 @@ from lookahead.backend.read_prompt import ReadingAhead
 from lookahead.decoding.prompts_ahead import PromptsAhead
 from lookahead.decoding.request import Request
 from lookahead.engine.engine import Engine
+from lookahead.serving.api_errors import ApiError
 from lookahead.serving.decoding_loop import DecodingLoop
 from lookahead.serving.requests import GenerationRequest
 from tests.support.running_server import Running, folder, server
@@ -173,6 +174,23 @@ def test_all_rows_serve_beside_a_prompt_of_six_thousand_tokens(serving, tiny_tok
     for client in clients:
         assert client.wait().error is None
     assert max(together) == 16
+
+
+def test_a_client_that_fills_the_queue_keeps_no_other_one_out(serving, tiny_llama, tiny_tokenizer):
+    loop = serving(tiny_llama, tiny_tokenizer, rows=1, queue=1)
+    endless = {"max_new_tokens": 200, "min_new_tokens": 200, "do_sample": False}
+
+    def put(client: str, first: int) -> Client:
+        return Client(loop, request_of(9, first, client=client, options=endless))
+
+    clients = [put("a", 70), put("a", 71)]
+    with pytest.raises(ApiError, match="requests wait"):
+        put("a", 72)
+    clients.append(put("b", 73))
+    with pytest.raises(ApiError, match="requests wait"):
+        put("b", 74)
+    for client in clients:
+        assert client.wait().error is None
 
 
 def test_turns_go_round_the_clients(serving, tiny_llama, tiny_tokenizer):

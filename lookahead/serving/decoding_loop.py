@@ -61,7 +61,7 @@ class DecodingLoop:
         tokenizer: Its tokenizer.
         config: How to draft; the defaults when None.
         rows: Outputs decoded together, 1 to 1024; None for the default of `lookahead.stream_many`.
-        queue: Maximum waiting requests.
+        queue: Maximum waiting outputs; further ones are only taken of clients that have none.
         cache_tokens: Capacity of the cache in tokens, all rows together; None for the default of
             `lookahead.stream_many`, or on a CPU an eighth of the memory, up to 8192 a row, if that is more.
         prefix_bytes: Bytes of keys and values of earlier texts to keep; 0 keeps none.
@@ -119,7 +119,7 @@ class DecodingLoop:
 
         A thread may be interrupted here, since nothing of the loop changes.
         """
-        self._check_room()
+        self._check_room(request.client)
         options = dict(request.options)
         if request.top_logprobs is not None:
             options |= {"output_logits": True, "return_dict_in_generate": True}
@@ -154,14 +154,16 @@ class DecodingLoop:
             put.row.drafts = request.drafts
         lane = self._apart if put.row is None else self._together
         with self._submitting:
-            self._check_room()
+            self._check_room(request.client)
             return lane.put(Output(put, self.tokenizer, on_update, request))
 
-    def _check_room(self) -> None:
+    def _check_room(self, client: str) -> None:
+        """Raise ApiError if the queue is full, which a client that has no output yet cannot have caused."""
         waiting = sum(lane.waiting for lane in self._lanes)
         if self._together.is_closed:
             raise shutting_down()
-        if waiting >= self._queue + max(0, self.rows - self._together.running):
+        is_full = waiting >= self._queue + max(0, self.rows - self._together.running)
+        if is_full and any(lane.serves(client) for lane in self._lanes):
             message = f"{waiting} requests wait, the maximum; try again later"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
@@ -196,6 +198,11 @@ class _Lane:
     def waiting(self) -> int:
         """Outputs that wait."""
         return max(0, len(self._outputs) - self._running)
+
+    def serves(self, client: str) -> bool:
+        """Whether a client has outputs that have not ended."""
+        with self._changed:
+            return any(output.client == client for output in self._outputs.values())
 
     def figures(self) -> dict[str, float]:
         """The figures of `DecodingLoop` for these outputs."""
