@@ -37,6 +37,7 @@ _LONG_ROWS = 1024, 2500, 6000  # of products that are compared for long prompts
 _DIFFERENT = 256  # distinct outputs of the compared weight; the others repeat them
 _CANCELLING = 4  # inputs that cancel the remaining sum, one after the other
 _SCALES = 8  # different rows of a compared product; the others repeat them
+_KEPT = 8192  # outputs up to which torch's products are kept; those of an LM head would take tens of megabytes
 _OCTAVES = 3  # range of compared numbers in powers of two either way, so that sums of a few round too
 _BLOCKS = (1024, 512, 256, 2048)  # inputs of a block of sums, as CPUs choose them for one row
 
@@ -204,7 +205,8 @@ def rows_of(kind: Kind, layout: Layout) -> Rows:
 
 
 def _rows_of(kind: Kind, layout: Layout, seed: int) -> Rows:
-    alone, together = _own_products(kind, seed)
+    own_products = _own_products if kind.shape[0] <= _KEPT else _own_products.__wrapped__
+    alone, together = own_products(kind, seed)
     products = together
     if layout != Layout():
         x, weight, bias = _cancelling(kind, MAX_ROWS, seed)
