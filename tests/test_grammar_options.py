@@ -9,8 +9,10 @@ import re
 import sys
 import weakref
 from contextlib import nullcontext
+from threading import Barrier, Thread
 from typing import Any
 
+import llguidance.hf
 import pytest
 from typer.testing import CliRunner
 
@@ -168,6 +170,26 @@ def test_what_is_kept_of_a_tokenizer_goes_with_it():
     del tokenizer
     gc.collect()
     assert gone() is None
+
+
+def test_threads_that_begin_together_make_one_table_of_the_tokenizer(monkeypatch):
+    tokenizer, own, made, beginning = byte_level(TEXTS), llguidance.hf.from_tokenizer, list[Any](), Barrier(4)
+
+    def from_tokenizer(*arguments: Any, **options: Any) -> Any:
+        made.append(arguments)
+        return own(*arguments, **options)
+
+    def begin() -> None:
+        beginning.wait()
+        lookahead.Grammar(tokenizer, regex="a")
+
+    monkeypatch.setattr(llguidance.hf, "from_tokenizer", from_tokenizer)
+    threads = [Thread(target=begin) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
 
 
 def test_a_missing_library_is_named_with_the_extra(tokenizer, monkeypatch):

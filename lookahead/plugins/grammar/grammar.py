@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from lookahead.verification.rules import end_tokens
 _LEAST = 0.02  # nodes less likely to be reached are rarely verified, but cost as much to check
 _LIKELY = 0.8  # probability of a likely token, measured with SmolLM2 and JSON schemas
 _known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # the `LLTokenizer`s of tokenizers
+_making = Lock()  # they take half a second, and threads of a server want the first one together
 
 
 class Grammar(PerRow):
@@ -194,13 +196,14 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Any:
 
     fast: Any = tokenizer
 
-    known, key = _known.setdefault(tokenizer, {}), (len(tokenizer), *ends)
-    if key not in known:
-        try:
-            known[key] = from_tokenizer(fast, eos_token=list(ends))
-        except Exception as error:
-            raise ConfigError(f"llguidance does not know this kind of tokenizer: {first_line(error)}") from error
-    return known[key]
+    with _making:
+        known, key = _known.setdefault(tokenizer, {}), (len(tokenizer), *ends)
+        if key not in known:
+            try:
+                known[key] = from_tokenizer(fast, eos_token=list(ends))
+            except Exception as error:
+                raise ConfigError(f"llguidance does not know this kind of tokenizer: {first_line(error)}") from error
+        return known[key]
 
 
 def constrain(
