@@ -125,6 +125,18 @@ def test_text_that_can_be_copied_is_copied_from_the_first_steps_on() -> None:
     assert machine.drafted >= 45
 
 
+def test_a_step_of_several_rows_takes_no_longer_than_four_plain_ones() -> None:
+    cost, root = StepCost(), merge(0, [], Limits(0, 0)).tree
+    cost.calibrate([1, 4, 16, 33], [1.0, 4.0, 16.0, 33.0], rows=16, context=100)
+    controller = controller_of(cost)
+    plain = StepRecord([(root, np.zeros(1, np.int32))] * 16, [1] * 16, 1, 0.0, 1.0)
+    controller.record(controller.plan([100] * 16, 100, is_ragged=True), plain)
+    plan = controller.plan([100] * 16, 100, is_refilled=True, is_ragged=True)
+    drafts = [merge(0, [chain([0.99] * 20)], Limits(plan.max_nodes, 99)) for _ in range(16)]
+    assert plan.value is not None and sum(len(draft.tree) for draft in drafts) > 200
+    assert 16 < sum(len(draft.tree) for draft in fit(drafts, plan.costs, plan.value, is_ragged=True)) <= 64
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_text_that_becomes_copyable_is_noticed_after_long_pauses(rows: int) -> None:
     machine = Machine(node_cost=0.2 / rows**0.5, look=0.03, rows=rows)

@@ -18,6 +18,7 @@ from lookahead.ngram.prune import FREE
 from lookahead.utils.jit import njit
 
 _MARGIN = 1.08  # factor on the cost of drafted nodes: the expected gain of a draft must cover its risk
+_LONGEST = 4.0  # plain steps that one with drafts of several rows may take: requests that come wait for its end
 _P_RUNS_TO_LIMIT = 0.5  # assumed probability that rows run to their limits although a token may end them
 
 
@@ -136,11 +137,12 @@ class Controller:
             # If rows are refilled, no row waits for the last one.
             p_runs_to_limit = 0.0 if is_refilled else 1.0 if self.runs_to_limit else _P_RUNS_TO_LIMIT
             value = BatchValue.of(left, self.cost.plain(rows, context), p_runs_to_limit)
+            most_at_risk = min(most_at_risk, _LONGEST - 1.0)
         plain_s = float(curve[1])
         affordable = _add_costs_of_drafts(curve, proposing, most_at_risk)
         nodes = nodes if branch.is_on else affordable
         if is_ragged:  # a row may use nodes that others do not need
-            nodes = max(nodes, min(nodes * rows, self.node_budget))
+            curve, nodes = curve[: nodes + 2], max(nodes, min(nodes * rows, self.node_budget))
         return StepPlan(rows, context, True, nodes, curve, plain_s, value, branch.is_on, branch.teaching, is_ragged)
 
     def accepts(self, plan: StepPlan, drafts: Sequence[Draft]) -> bool:

@@ -132,7 +132,7 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue, *, is_rag
 
     A padded pass computes the size of the largest tree for every row: each tree keeps its required and its most likely
     nodes up to one size. A ragged pass computes only the nodes of all trees: the most likely nodes across trees are
-    kept. `costs` are by nodes per row, in a ragged pass by their mean over the rows.
+    kept. `costs` are by nodes per row, in a ragged pass by their mean over the rows, which is not larger.
 
     Example:
         >>> tree = TokenTree.from_parents([5, 6, 7], [0, 0, 1])
@@ -255,11 +255,12 @@ def _fit_ragged(path_probs, required, ends, costs, left, plain):
     expected, least, best, best_rate = np.zeros(rows), 0, rows, 0.0
     for value in values:
         least += value >= 2.0
+    most = max(least, rows * (len(costs) - 1))
     for at in range(len(ranked)):
         node, size = ranked[at], at + 1
         ranks[node] = at
         expected[owners[node]] += path_probs[node]
-        if size >= least:
+        if least <= size <= most:
             below = min(size // rows, len(costs) - 2)
             cost = costs[below] + (size / rows - below) * (costs[below + 1] - costs[below])
             rate = _steps_saved(expected, left, plain) / cost
