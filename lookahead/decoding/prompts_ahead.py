@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
+from threading import get_native_id
 
 import torch
 from transformers import PreTrainedModel
@@ -18,17 +21,19 @@ from lookahead.config import LookaheadConfig
 from lookahead.decoding.request import Request
 from lookahead.engine.row import Row
 from lookahead.kernels.jobs import torch_on_threads
+from lookahead.kernels.team import team_of
 from lookahead.model.model_state import recognise
 from lookahead.utils.task_thread import TaskThread
 
 _SHORT = 64  # maximum tokens of a prompt that is read between two steps
 _PASS = 128  # maximum tokens of a pass over such prompts, which all wait for its end; and of one beside a thread
-BETWEEN_STEPS = 256  # tokens of prompts that are read between two steps
+BETWEEN_STEPS = 128  # tokens of prompts that are read between two steps
 _QUICK = 512  # maximum tokens of a prompt that is not read behind longer ones
 _MOST = 2  # prompts being read by a thread, so that it does not wait for a step
 _LOOKED_AT = 16  # waiting requests that may pass others
 _PASSED = 4  # times the tokens of a prompt that others may have which pass it
 _WAIT_S = 0.05
+_NICENESS = 5  # of the thread for long prompts: a quarter of a core that steps use too
 
 
 class _GivenUpError(Exception):
@@ -152,6 +157,7 @@ class PromptsAhead:
         is_quick = self._is_quick(request)
         self.count(request)
         if self._is_beside:
+            team_of(torch.get_num_threads())  # threads that a thread of low priority begins have that too
             thread = self._threads.get(is_quick) or TaskThread("lookahead-prompts")
             self._threads[is_quick] = thread
             is_shared = is_shared or any(not future.done() for _, future in self.reading)
@@ -179,6 +185,8 @@ class PromptsAhead:
 
     def _read(self, request: Request, is_quick: bool, is_shared: bool) -> ReadPrompt:
         row: Row = request.row
+        if self._is_beside and not is_quick and sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICENESS)  # of this thread alone
 
         def go_on(*_: int) -> None:
             if request.is_cancelled:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -162,7 +162,7 @@ class Scheduler:
             raise
         return [self._completion(request) for request in ended]
 
-    def steps(self) -> Iterator[list[Request]]:
+    def steps(self) -> Generator[list[Request], None, None]:
         """Decode a block of steps, which ends with the first request; yields those that got tokens or ended in each."""
         gone = [request for request in self._waiting if request.is_cancelled]
         for request in gone:

@@ -23,10 +23,14 @@ from lookahead.model.facts import input_device
 
 _PASS = {"cpu": 64, "cuda": 512}  # padding tokens that cost no more than another pass
 _PASSES = 16  # passes of a block; entering `serving` takes a tenth of a pass
+_BRIEF = 16  # maximum new tokens of a short request
+_ROWS_PER_SEAT = 8
 
 
 class SharedRows:
     """The rows of one engine, which requests join and leave.
+
+    A server on a CPU has a seat for every 8 rows: a further row for short requests only, which so wait for no row.
 
     Args:
         reader: Holds the model, its tokenizer and how to draft.
@@ -63,6 +67,7 @@ class SharedRows:
         )
         self._rows, self._cache_tokens, self._ahead = rows, cache_tokens, ahead
         self._is_mixed, self._on_prefill = is_mixed, on_prefill
+        self._seats = rows // _ROWS_PER_SEAT if is_mixed and input_device(reader.model).type == "cpu" else 0
         self._pass_tokens = _PASS.get(input_device(reader.model).type, _PASS["cuda"])
         self._unstepped = 0  # tokens of prompts that were read since the last step
         self.engine: Engine | None = None
@@ -200,9 +205,24 @@ class SharedRows:
         return self._add(joining, prefixes=prefixes)
 
     def _candidates(self, waiting: deque[Request], ahead: PromptsAhead) -> list[Request]:
-        """The waiting requests that may be next, up to the first without room: a large one is not passed for ever."""
+        """The waiting requests that may be next, up to the first without room: a large one is not passed for ever.
+
+        Short ones pass it to seats, if it fits beside them.
+        """
         candidates = [request for request in ahead.candidates(waiting) if not request.is_cancelled]
-        return ahead.in_order(list(takewhile(self._has_room_for, candidates)))
+        found = list(takewhile(self._has_room_for, candidates))
+        if self._seats and len(found) < len(waiting):
+            largest = self._tokens_of(candidates[len(found)]) if len(found) < len(candidates) else 1
+            if fits([largest] * (1 + self._seats), self._cache_tokens):
+                found += [r for r in waiting if r not in found and self._is_brief(r) and self._has_room_for(r)]
+        return ahead.in_order(found)
+
+    def _is_brief(self, request: Request) -> bool:
+        """Whether a request is short: few tokens to write and to read."""
+        row, ahead = request.row, self._ahead
+        if row is None or ahead is None or request.is_cancelled:
+            return False
+        return bool(row.stopping.max_length - row.length <= _BRIEF) and ahead.is_short(request)
 
     def _taken(self, waiting: deque[Request]) -> Iterator[Request]:
         """Take requests from the queue while rows and room are free."""
@@ -217,7 +237,9 @@ class SharedRows:
     def _has_room_for(self, request: Request) -> bool:
         """Whether a row and room in the cache are free for a request."""
         held = self.unfinished
-        if request.row is None or len(held) >= self._rows:
+        if request.row is None or len(held) >= self._rows + self._seats:
+            return False
+        if len(held) >= self._rows and not self._is_brief(request):
             return False
         needs = [self._tokens_of(other) for other in (*held, request)]
         return fits(needs, self._cache_tokens)
@@ -230,7 +252,7 @@ class SharedRows:
         self.engine = engine = self.engine or self._assemble(rows[0])
         running = self.running.values()
         needs, longest = list(map(self._slots_of, running)), max(map(self._tokens_of, running))
-        make_room(engine.cache, needs, self._cache_tokens, self._rows, longest)
+        make_room(engine.cache, needs, self._cache_tokens, self._rows + self._seats, longest)
         engine.report_prefill(self._on_prefill)
         with engine.serving():
             passes = [rows] if known else self._in_passes(rows)
@@ -238,7 +260,8 @@ class SharedRows:
 
     def _assemble(self, first: Row) -> Engine:
         is_constrained = self._is_mixed or first.forcing is not None
-        return assemble(replace(self._common, is_constrained=is_constrained), first.stopping, slots=self._rows)
+        common, most = replace(self._common, is_constrained=is_constrained), self._rows + self._seats
+        return assemble(common, first.stopping, slots=most)
 
     def _slots_of(self, request: Request) -> int:
         """Slots that a request may need in the cache, drafts included."""

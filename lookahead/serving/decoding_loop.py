@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -260,12 +261,13 @@ class _Lane:
             new, self._new = self._new, []
         for request in new:
             self._scheduler.add(request)
-        for requests in self._scheduler.steps():
-            self._running = len(self._scheduler.running)
-            for request in requests:
-                self._tell(request)
-            if self.is_closed or (self._new and self._scheduler.is_free):
-                return
+        with closing(self._scheduler.steps()) as steps:
+            for requests in steps:
+                self._running = len(self._scheduler.running)
+                for request in requests:
+                    self._tell(request)
+                if self.is_closed or self._new:
+                    return
 
     def _tell(self, request: Request) -> None:
         """Send an update to the client of a request."""
