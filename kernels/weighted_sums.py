@@ -84,7 +84,7 @@ def _weigh_halves(scores, size, peak, in_order):
     else:
         total = weigh_line((scores, 0, registers), (bits, BLOCK), peak)
     for i in range(registers * LANES, size):
-        weight = _F(math.exp(scores[i] - peak))
+        weight = _F(math.exp(np.float64(scores[i] - peak)))  # rounded once, as torch's weights of single keys are
         total += weight
         scores[i] = widen(narrow(weight, np.uint16(0)))
     last = size // COLUMNS * COLUMNS

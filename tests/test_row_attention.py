@@ -14,7 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookahead.backend.cpu import exact_attention
-from lookahead.backend.cpu.exact_attention import PerNodeAttention, attend_per_node, has_bits_of_sdpa, takes_rows
+from lookahead.backend.cpu.exact_attention import (
+    PerNodeAttention,
+    attend_per_node,
+    few_weights,
+    has_bits_of_sdpa,
+    takes_rows,
+)
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import row_attention, team
 from lookahead.kernels.microkernel import LANES
@@ -276,6 +282,20 @@ def test_a_kernel_that_sums_in_another_order_is_found(turned, monkeypatch):
         assert has_bits_of_sdpa(64, 3) is (turned == "nothing")
     finally:
         has_bits_of_sdpa.cache_clear()
+
+
+@pytest.mark.parametrize("before", [0, 16, 48, BLOCK, BLOCK + 16])
+def test_the_sum_of_weights_has_the_last_bit_of_torch(before):
+    for one, keys, values in few_weights():
+        if not row_attention.is_supported(one, keys, values):
+            pytest.skip("the kernel is for CPUs without AMX")
+        keys, values = (torch.cat([part.new_zeros(1, 1, before, 64), part], 2) for part in (keys, values))
+        keys[:, :, :before, 0] = -200.0
+        expected = scaled_dot_product_attention(one, keys, values)[0, :, 0]
+        tree = TokenTree.root(0)
+        slots = (part[0].transpose(0, 1).contiguous() for part in (one, keys, values))
+        assert torch.equal(by_rows(*slots, tree, before + 7)[0], expected)
+        assert len(expected.unique()) == 2, "no output is next to the middle of two numbers"
 
 
 def test_a_model_takes_it_for_heads_it_serves(tiny_llama):

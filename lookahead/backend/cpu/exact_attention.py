@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,9 @@ MAX_KERNEL_PRODUCTS = sys.maxsize if LANES == 16 else 12 << 20
 _LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # numbers of keys for which attention is compared with SDPA
 _BY_OWN = {"cache", "position_bias", "softcap"}  # options that only the model's own function serves
 _PROMPTS = (200, 770, 1279)  # likewise, of prompts
+# Scores times 2 ** 15. Their exponentials are so near the middle of two numbers that functions of float32 round them
+# otherwise than those of float64, which changes the sum of weights.
+_BETWEEN = (-25757, -30663, -30955, -37541, -45145)
 
 
 class PerNodeAttention:
@@ -86,13 +90,13 @@ def has_bits_of_sdpa(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool
     `groups` are query heads per KV head. `flags` are torch's settings, which choose its kernel.
     """
     nodes = torch.zeros(1, 2, 1, dtype=torch.int64, device="cpu")
-    for one, keys, values in _cancelling(torch.bfloat16, 2 * groups, 2, dim):
+    for one, keys, values in chain(_cancelling(torch.bfloat16, 2 * groups, 2, dim), few_weights()):
         if not row_attention.is_supported(one, keys, values):
             return False
         alone = scaled_dot_product_attention(one, keys, values, enable_gqa=True)
         slots = [tensor.transpose(1, 2).contiguous() for tensor in (one, keys, values)]
         trees = torch.tensor([[keys.shape[2] - 1, 1, 0]], device="cpu")
-        got = row_attention.row_attention(*slots, nodes=nodes, trees=trees, scale=dim**-0.5)
+        got = row_attention.row_attention(*slots, nodes=nodes, trees=trees, scale=one.shape[3] ** -0.5)
         if not torch.equal(got[0, 0], alone[0, :, 0]):
             return False
     return True
@@ -103,8 +107,11 @@ def has_bits_of_sdpa(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool
 def has_bits_of_prompts(dim: int, flags: tuple[Any, ...] = ()) -> bool:
     """Whether `kernels.prompt_attention` has the bits of SDPA for prompts in bfloat16 on this CPU.
 
-    Prompts are compared whole, and behind their first tokens, as transformers passes it with a mask.
+    Prompts are compared whole, and behind their first tokens, as transformers passes it with a mask. Their weights are
+    those of single queries.
     """
+    if not has_bits_of_sdpa(dim, 1, flags):
+        return False
     for query, keys, values in _cancelling(torch.bfloat16, 2, 2, dim, _PROMPTS):
         length = query.shape[2]
         seen = torch.ones(length, length, dtype=torch.bool, device="cpu").tril()
@@ -168,6 +175,24 @@ def _cancelling(
         for each in ((query, key, value), (far, near, value), (query, same, pairs)):
             one, keys, values = (tensor.to(dtype) for tensor in each)
             yield one, keys, values
+
+
+def few_weights() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Single queries, and few keys and values, whose outputs are next to the middle of two numbers of bfloat16.
+
+    So these show the last bit of the sum of weights, and with it how the exponentials of single numbers are rounded.
+    """
+    for between in _BETWEEN:
+        scores = torch.tensor([0, between / 2**15, *(-1.5 - 2 * at for at in range(6))], dtype=torch.float64)
+        query, keys, values = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 8, 64), torch.zeros(8, 64).double()
+        query[..., :2] = 8.0  # the root of 64, as scores are divided by it
+        keys[0, 0, :, 0] = scores.bfloat16()
+        keys[0, 0, :, 1] = scores - keys[0, 0, :, 0]
+        weights = scores.exp().bfloat16().double()
+        aims = (1 + 2**-8) * scores.exp().sum() * (1 + torch.arange(-32, 32) * 2**-26)
+        for key, weight in enumerate(weights):
+            values[key] = ((aims - weights @ values) / weight).bfloat16()
+        yield query.bfloat16(), keys.bfloat16(), values.bfloat16()[None, None]
 
 
 @lru_cache(maxsize=64)
