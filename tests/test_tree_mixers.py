@@ -5,8 +5,10 @@ from __future__ import annotations
 import platform
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import numpy as np
@@ -22,15 +24,19 @@ import lookahead
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu.cpu_backend import CpuBackend
 from lookahead.backend.cpu.state_bits import Mixing, mixing_of
-from lookahead.backend.cpu.tree_mixers import find_mixers, samples_of
+from lookahead.backend.cpu.tree_mixers import TreeMixer, find_mixers, samples_of
 from lookahead.backend.probes import own_pass
 from lookahead.backend.protocol import BitPolicy
+from lookahead.backend.self_check import _TRIALS
+from lookahead.backend.support import support_of
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels.gated_delta import Updates, advance, gated_delta
 from lookahead.kernels.jobs import run
 from lookahead.kernels.selective_state import DTYPES, Inputs, selective_state
 from lookahead.kernels.short_conv import convolution
+from lookahead.model.model_state import plan_of
 from lookahead.model.state_layers import KEEPS_STATES, states_in
+from lookahead.model.state_scope import probe_text
 from tests.support.adversarial_proposers import drafting_by, perfect, random_trees
 from tests.support.families import FAMILIES, build
 from tests.test_families import FIXED, ONE, RAGGED, generate, texts_of
@@ -260,44 +266,67 @@ def test_code_that_is_replaced_between_passes_runs(monkeypatch: pytest.MonkeyPat
     assert len(calls) == 3  # depths
 
 
+def _mix_of_another(own: TreeMixer, mixer: TreeMixer, *args: Any) -> None:
+    """The kernels with the weights of another layer."""
+    own.mix(own, *args)
+
+
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
 def test_kernels_that_differ_from_the_layers_are_not_used(dtype: torch.dtype) -> None:
     model, other = built("Qwen3_5", dtype), built("Qwen3_5", dtype)
     with torch.no_grad():
         other.model.layers[0].linear_attn.norm.weight[0] *= 1.01
+    mixers = list(find_mixers(model).values())
+    pairs = zip(mixers, find_mixers(other).values(), strict=True)
+    wrong = [replace(mixer, mix=partial(_mix_of_another, own)) for mixer, own in pairs]
 
-    def make(mixing: Mixing, has_samples: bool, differs: bool) -> CpuBackend:
-        model_of_way = other if differs and not has_samples else model
-        return CpuBackend(model_of_way, packs=False, rows=1, capacity=64, mixing=mixing, has_samples=has_samples)
+    def mixing(mixers: list[TreeMixer]) -> Mixing:
+        make = partial(CpuBackend, model, packs=False, rows=1, capacity=64)
+        return mixing_of(lambda mixing: make(mixing=mixing), mixers, 101, is_half=dtype == HALF)
 
-    options: Any = {"has_kernels": True, "is_half": dtype == HALF}
-    assert mixing_of(partial(make, differs=False), 101, **options) == Mixing(by_kernels=True)
-    assert not mixing_of(partial(make, differs=True), 101, **options).by_kernels
+    assert mixing(mixers) == Mixing(by_kernels=True)
+    assert not mixing(wrong).by_kernels
 
 
-def test_a_first_call_compares_one_recurrent_layer_of_every_kind() -> None:
-    model, calls = built("Qwen3_5", HALF, **DEEP), Counter[int]()
-    own = qwen.Qwen3_5GatedDeltaNet.forward.__code__
+def _calls_of(run: Callable[[], object]) -> Counter[tuple[int, int]]:
+    """The calls of a gated delta net's own code, by layer and tokens."""
+    calls, own = Counter[tuple[int, int]](), unwrap(qwen.Qwen3_5GatedDeltaNet.forward).__code__
 
     def count(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code is own:
-            calls[frame.f_locals["self"].layer_idx] += 1
+            calls[frame.f_locals["self"].layer_idx, frame.f_locals["hidden_states"].shape[1]] += 1
 
     sys.setprofile(count)
     try:
-        assert CpuBackend(model, rows=1, capacity=16)._mixing.by_kernels
+        run()
     finally:
         sys.setprofile(None)
-    first, *others = (calls[mixer.at] for mixer in find_mixers(model).values())
-    assert others and max(others) == 2 < first  # a token that finds them, and the prompt
+    return calls
+
+
+def test_a_first_call_compares_one_recurrent_layer_of_every_kind() -> None:
+    model, made = built("Qwen3_5", HALF, **DEEP), list[CpuBackend]()
+    calls = _calls_of(lambda: made.append(CpuBackend(model, rows=1, capacity=16)))
+    assert made[0]._mixing.by_kernels
+    first, *others = (mixer.at for mixer in find_mixers(model).values())
+    assert calls[first, 1] > 1
+    assert others and all(calls[at, len(probe_text(model))] == 1 and not calls[at, 1] for at in others)
+
+
+def test_a_comparison_of_bits_continues_from_what_found_the_states() -> None:
+    model = built("Qwen3_5", HALF, **DEEP)
+    calls = _calls_of(lambda: support_of(model, shortest=3, max_length=40, is_alone=True))
+    last = list(find_mixers(model).values())[-1].at
+    assert calls[last, len(probe_text(model))] == 2 * _TRIALS  # of a small model: each by its own code and by ours
+    assert plan_of(model).own_read is None
 
 
 def test_recurrent_layers_of_other_settings_are_of_another_kind() -> None:
     mixers = list(find_mixers(built("Qwen3_5", HALF, **DEEP)).values())
-    first, *_, last = (mixer.module for mixer in mixers)
-    assert samples_of(mixers) == {first}
-    last.norm.variance_epsilon = 1e-3
-    assert samples_of(mixers) == {first, last}
+    first, *_, last = mixers
+    assert samples_of(mixers) == [first]
+    last.module.norm.variance_epsilon = 1e-3
+    assert samples_of(mixers) == [first, last]
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2"])

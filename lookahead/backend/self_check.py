@@ -27,7 +27,7 @@ from lookahead.kernels.weighted_sums import BLOCK
 from lookahead.model.calls import kind_of
 from lookahead.model.facts import decoder_vocabulary, rope_parameters_of
 from lookahead.model.model_state import plan_of, state_of
-from lookahead.model.state_scope import mixers_of
+from lookahead.model.state_scope import mixers_of, probe_text
 from lookahead.utils.kept_values import truth
 
 _SMALL_MODEL = 1 << 22  # parameters; up to this size several trees are compared
@@ -214,13 +214,14 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
     They are one over a tree, of which a chain and a branch of it are compared, and one over a token behind the branch.
     """
     vocabulary = decoder_vocabulary(model)
-    prompt = (np.arange(8, dtype=np.int32) * step + 1) % vocabulary
+    prompt, plan = probe_text(model, step), plan_of(model)
     chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
     nodes = np.arange(MAX_ROWS)
     tokens = nodes // (_LONGEST + 1) + nodes % (_LONGEST + 1) * (MAX_ROWS // 4) + prompt[-1]  # siblings differ
     tree = TokenTree.from_parents(tokens % vocabulary, [*chain, *branches])
     branch, fork = MAX_ROWS - 1, int(tree.parents[-1])
     make_inputs, past, inputs = kind_of(model).probe(model, prompt.tolist(), 1)
+    own_read, plan.own_read = plan.own_read, None
     backend = CpuBackend(model, rows=1, capacity=64, make_inputs=make_inputs)
     with backend.serving():
         backend.read([prompt])
@@ -228,7 +229,9 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
         scores = backend.score([tree], BitPolicy.SOLO)[0]
         backend.cache.commit(0, np.array([*range(fork + 1), branch], np.int32))
         behind = backend.score([TokenTree.root(int(prompt[0]))], BitPolicy.SOLO)[0, 0]
-    own_pass(model, prompt, past, 0, inputs)
+    if own_read is None:
+        own_pass(model, prompt, past, 0, inputs)
+    past = past if own_read is None else own_read
     steps = [(tree.tokens[node : node + 1], node, scores[node]) for node in range(_LONGEST + 1)]
     others = [(tree.tokens[branch:], fork + 1, scores[branch]), (prompt[:1], fork + 2, behind)]
 

@@ -110,6 +110,8 @@ def support_of(
         verdict = plan.part(name, plan.form, probe)
     except ProbeError as error:
         return Support("none", str(error))
+    finally:
+        plan.own_read = None
     for kind, limit in verdict.ropes:
         # A dynamic base depends on the longest position of each pass; longrope depends only on the side of the limit.
         if max_length > limit and (kind == "dynamic" or shortest <= limit):

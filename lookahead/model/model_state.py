@@ -67,11 +67,13 @@ class ModelPlan:
         trusted: Whether the user states that this code treats every token by itself and keeps no state.
         prefixes: The `PrefixStore` of this plan.
         reported: Whether the paths of its passes over trees, or over chains, were logged.
+        own_read: The transformers cache of what a probe let the model read, until a later probe continues from it.
     """
 
     def __init__(self, model: Any, stamp: Stamp) -> None:
         self.stamp, self.user_code, self.trusted = stamp, users_code(model), False
         self.prefixes: Any = None
+        self.own_read: Any = None
         self.reported: set[bool] = set()
         self.form = stamp.form
         self.model = ref(model)  # the state of a model must not keep it alive
@@ -105,7 +107,7 @@ class ModelPlan:
 
     def rest(self) -> None:
         """Drop what is of these weights alone, as another plan becomes the newest."""
-        self.prefixes = None
+        self.prefixes = self.own_read = None
         self._parts.clear()
 
     def verdict(self, name: str, make: Callable[[], T], parse: Parse[T] | None) -> T:

@@ -8,18 +8,21 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 
+from lookahead.drafting.tree import IntArray
 from lookahead.errors import is_out_of_memory
 from lookahead.model.cache import TreeCache
-from lookahead.model.facts import cache_input, decoder_of, input_device
+from lookahead.model.facts import cache_input, decoder_of, decoder_vocabulary, input_device
 from lookahead.model.level_calls import LevelCalls, MixTrees, SharedLinear, thread
-from lookahead.model.model_state import patched_attribute, state_of
+from lookahead.model.model_state import patched_attribute, plan_of, state_of
 from lookahead.model.state_layers import cache_layers, has_states, states_in, unserved_layers
 
+_TEXT = 8  # tokens of a probe's text
 _MOST_BYTES, _SHARE_OF_WEIGHTS = 64 << 20, 4  # limit of the states of a pass: the bytes, or the share of the weights
 
 
@@ -123,7 +126,7 @@ def _forward(
 def mixers_of(model: PreTrainedModel) -> Mixers:
     """The modules of a model that read and write cache states; none if a `TreeCache` cannot hold the states.
 
-    The first call for a model finds them by a pass over one token, and a file keeps them for later processes.
+    The first call for a model finds them by a pass over a few tokens, and a file keeps them for later processes.
     """
     layers = cache_layers(model.config.get_text_config(decoder=True))
     if not layers or decoder_of(model) is not model or any(unserved_layers(layers)):
@@ -131,8 +134,16 @@ def mixers_of(model: PreTrainedModel) -> Mixers:
     return state_of(model).probed("mixers", model, partial(_find_mixers, model, layers), Mixers.of)
 
 
+def probe_text(model: PreTrainedModel, step: int = 7) -> IntArray:
+    """The text that probes of passes behind a prompt read: tokens that are `step` apart."""
+    return (np.arange(_TEXT, dtype=np.int32) * step + 1) % decoder_vocabulary(model)
+
+
 def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
-    """Run a token through the model; returns no modules if the states of some layer were not read."""
+    """Run the model over a text; returns no modules if the states of some layer were not read.
+
+    A comparison of bits continues behind the same text, so the plan keeps what this pass has read until then.
+    """
     running, found = list[str](), defaultdict[str, set[int]](set)
     handles: list[RemovableHandle] = []
 
@@ -142,12 +153,16 @@ def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
     def leave(*_: Any) -> None:
         running.pop()
 
+    def note(layer: int) -> None:
+        if running:  # a later probe continues from the cache
+            found[running[-1]].add(layer)
+
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(partial(enter, name)))
         handles.append(module.register_forward_hook(leave))
     config, causal_lm = model.config.get_text_config(decoder=True), model
-    cache = _RecordingCache(config, lambda layer: found[running[-1]].add(layer))
-    ids = torch.ones(1, 1, dtype=torch.int64, device=input_device(model))
+    cache = _RecordingCache(config, note)
+    ids = torch.from_numpy(probe_text(model).astype(np.int64))[None].to(input_device(model))
     given: dict[str, Any] = {"input_ids": ids, cache_input(model): cache}
     try:
         with torch.inference_mode():
@@ -164,6 +179,8 @@ def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
         return _NONE
     held = (states_in(layer) for layer in cache.layers if has_states(layer))
     size = sum(each.nbytes for states in held for each in states.values())
+    if model.dtype in (torch.bfloat16, torch.float16):
+        plan_of(model).own_read = cache
     return Mixers({name: sorted(at) for name, at in found.items()}, size)
 
 

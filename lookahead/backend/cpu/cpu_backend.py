@@ -17,7 +17,7 @@ from lookahead.backend.cpu.exact_attention import takes_rows
 from lookahead.backend.cpu.fused_layers import FusedLayers, find_fused
 from lookahead.backend.cpu.linears import LinearScope
 from lookahead.backend.cpu.state_bits import Mixing, mixing_of
-from lookahead.backend.cpu.tree_mixers import TreeMixer, find_mixers, samples_of
+from lookahead.backend.cpu.tree_mixers import TreeMixer, find_mixers
 from lookahead.backend.cpu.whole_pass import WholePass, whole_pass
 from lookahead.backend.pass_attention import attend
 from lookahead.backend.protocol import BackendReport, BitPolicy, PathReport
@@ -71,7 +71,6 @@ class CpuBackend(TorchBackend):
         packs: Whether linear layers may keep packed copies of their weights.
         has_kernels: Whether kernels may replace linear layers and whole layers of the model.
         mixing: How recurrent layers run; compared and measured if None.
-        has_samples: Whether one recurrent layer of every kind runs its own code, with which kernels are compared.
         is_draft: Whether the model only drafts. What kernels compute of it is then found once, not at every service.
         packs_prompts: Whether `read` takes several prompts without padding, as `self_check.packs_prompts` allows.
         shares_beginnings: Tells whether half-precision prompts may copy beginnings of others.
@@ -85,7 +84,6 @@ class CpuBackend(TorchBackend):
         packs: bool = True,
         has_kernels: bool = True,
         mixing: Mixing | None = None,
-        has_samples: bool = False,
         is_draft: bool = False,
         packs_prompts: bool = False,
         shares_beginnings: Callable[[], bool] = bool,
@@ -93,7 +91,7 @@ class CpuBackend(TorchBackend):
     ) -> None:
         super().__init__(model, **options)
         self._is_draft, self._has_parts, self.packs_prompts = is_draft, False, packs_prompts
-        self._is_sharing, self._has_samples = shares_beginnings, has_samples
+        self._is_sharing = shares_beginnings
         self._packs, self._has_bits = packs, self._is_half and self._scope is not None
         # Tensor-parallel processes must compute the same bits, but each would measure on its own whether packing pays.
         self._why_apart = "" if has_kernels else "its kernels compute differently from the model's own code"
@@ -113,17 +111,31 @@ class CpuBackend(TorchBackend):
         """How the recurrent layers of a model run, compared once for its weights."""
         plan, is_half = plan_of(model), self._keeps(BitPolicy.SOLO)
         found = {} if self._why_apart else plan.part("mixers", plan.form, partial(find_mixers, model))
-        has_kernels = bool(found)
-        if not (has_kernels or is_half):
+        if not (found or is_half):
             return Mixing()
-        name = f"mixers, {torch.get_num_threads()} threads{', passes' if has_kernels else ''}"
+        name = f"mixers, {torch.get_num_threads()} threads{', passes' if found else ''}"
         make = partial(type(self), model, rows=1, capacity=64)
         find = partial(
             mixing_of,
-            lambda mixing, has_samples: make(packs=mixing.by_kernels, mixing=mixing, has_samples=has_samples),
-            decoder_vocabulary(model), has_kernels=has_kernels, is_half=self._is_half,
+            lambda mixing: make(packs=mixing.by_kernels, mixing=mixing),
+            found.values(), decoder_vocabulary(model), is_half=self._is_half,
         )  # fmt: skip
         return state_of(model).probed(name, model, find, Mixing.of)
+
+    def mix(self, mixer: TreeMixer, hidden: Tensor, *, by_kernels: bool) -> Tensor:
+        """The output of a recurrent module alone, within `serving`: by its kernels, or by its own code node by node.
+
+        Args:
+            mixer: The module.
+            hidden: Its input for the nodes of the tree that the cache has begun, `[1, nodes, size]`, or for a text.
+            by_kernels: Whether kernels run; not for a text.
+        """
+        linears, kernels = self._parts.linears, {mixer.module: mixer} if by_kernels else {}
+        mode = CpuPass(BitPolicy.SOLO, packs=linears.packs, fewest=linears.fewest)
+        assert self._states is not None
+        with running(mode), self._states.running(1, kernels):
+            out: Tensor = mixer.module(hidden, **{mixer.cache: self.cache})
+        return out
 
     def _nodes_of_call(self, policy: BitPolicy) -> int | None:
         return self._mixing.most if policy is BitPolicy.SOLO and self._keeps(policy) else None
@@ -137,9 +149,6 @@ class CpuBackend(TorchBackend):
             self._parts, self._has_parts = plan_of(model).part(name, form_of(model).number, make), True
         mixers: Mapping[Any, MixTrees] = self._parts.mixers
         self._mixers = mixers if self._mixing.by_kernels else {}
-        if self._has_samples:
-            own = samples_of(self._parts.mixers.values())
-            self._mixers = {module: mixer for module, mixer in self._mixers.items() if module not in own}
         with patched_attribute("forward", self._parts.forwards):
             yield
 
@@ -177,7 +186,7 @@ class CpuBackend(TorchBackend):
         layers = self._hidden_layers if self.keeps_hidden else ()
         with running(mode, fuses=by_kernels) as seen:
             given = None
-            mixes = not self.cache.states or (bool(self._mixers) and not self._has_samples)
+            mixes = not self.cache.states or bool(self._mixers)
             if isinstance(whole, WholePass) and seen is not None and not is_prompt and by_kernels and mixes:
                 assert self._scope is not None
                 attending = partial(self._scope.running, partial(attend, tree_pass, self._spans))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.backend.cpu.tree_mixers import TreeMixer, samples_of
 from lookahead.backend.protocol import Backend, BitPolicy
 from lookahead.drafting.tree import IntArray, TokenTree
 from lookahead.utils.kept_values import truth
@@ -21,7 +22,7 @@ _CHAIN = 8  # nodes of the chain in a compared tree, more than the taps of a con
 # than large ones.
 _LARGE = [*np.arange(-1, _CHAIN - 1).clip(0), *(np.arange(_CHAIN, MAX_ROWS) % _CHAIN)]
 _PASSES = (_LARGE, range(_CHAIN)), ([0, 0, 1], (0,)), ([0, 0, 0], (0, 2)), (_LARGE, (0, 1, 2, _CHAIN + 2))
-_TOLERANCE = 1e-4  # of logits and states in float32, relative to their norm
+_TOLERANCE = 1e-4  # of outputs and states in float32, relative to their norm
 
 
 class Mixing(NamedTuple):
@@ -40,39 +41,47 @@ class Mixing(NamedTuple):
 
 
 @torch.inference_mode()
-def mixing_of(make: Callable[[Mixing, bool], Backend], vocabulary: int, *, has_kernels: bool, is_half: bool) -> Mixing:
+def mixing_of(make: Callable[[Mixing], Any], mixers: Iterable[TreeMixer], vocabulary: int, *, is_half: bool) -> Mixing:
     """How recurrent layers run fastest with the states of single-node calls: in half precision with the same bits.
 
     Args:
-        make: Makes a backend of one row, and takes whether one layer of every kind runs its own code beside kernels.
+        make: Makes a `CpuBackend` of one row.
+        mixers: The layers that kernels can compute.
         vocabulary: Number of token ids.
-        has_kernels: Whether kernels can compute some of the layers.
         is_half: Whether bits must be the same.
     """
-    if has_kernels and _kernels_agree(make, vocabulary, is_half):
-        return Mixing(by_kernels=True)
+    samples = samples_of(mixers)  # layers of a kind are alike
+    if samples:
+        backend = make(Mixing(by_kernels=True))
+        with backend.serving():
+            if all(_kernels_agree(backend, mixer, is_half) for mixer in samples):
+                return Mixing(by_kernels=True)
     return Mixing(most=_nodes_of_call(make, vocabulary) if is_half else 1)
 
 
-def _kernels_agree(make: Callable[[Mixing, bool], Backend], vocabulary: int, is_half: bool) -> bool:
-    """Whether kernels give the logits of trees, and the states after their commits, that calls of the layers give.
+def _kernels_agree(backend: Any, mixer: TreeMixer, is_half: bool) -> bool:
+    """Whether kernels give the outputs of trees, and the states after their commits, that a layer gives node by node.
 
-    Own code takes as long for a tree as for its nodes one after the other. Layers of a kind are alike, so only one of
-    every kind runs it. Both runs continue from one reading of the prompt.
+    The layer runs alone over random inputs, since passes of the whole model would take a hundred times as long.
     """
-    results, backends = [], [make(Mixing(by_kernels=True), has_samples) for has_samples in (True, False)]
-    begun, cache = _begun(backends[0], vocabulary).cache.extract_row(0), backends[1].cache
-    cache.copy_prefix_from(0, [begun.kv.get(at) for at in range(max(begun.kv, default=-1) + 1)], begun.tokens)
-    for at, states in begun.states.items():
-        cache.layers[at].committed[0] = states
-    for backend in backends:
-        made = list[Tensor]()
-        for parents, path in _PASSES:
-            tree = TokenTree.from_parents(_tokens(len(parents), vocabulary), parents)
-            with backend.serving():
-                made.append(backend.score([tree], BitPolicy.SOLO))
-                backend.cache.commit(0, np.array(path, np.int32))
-            made += [states.clone() for layer in backend.cache.states for states in layer.committed[0].values()]
+    cache, layer, results = backend.cache, backend.cache.layers[mixer.at], list[list[Tensor]]()
+    source, size, like = torch.Generator().manual_seed(0), mixer.module.out_proj.out_features, mixer.conv.weight
+    text, *trees = (
+        torch.randn(1, count, size, generator=source, dtype=torch.float32, device="cpu").to(like.dtype)
+        for count in (_PROMPT, *(len(parents) for parents, _ in _PASSES))
+    )
+    cache.begin_prompt(0)
+    backend.mix(mixer, text, by_kernels=False)
+    layer.read(0)
+    begun = layer.committed[0]
+    for by_kernels in (False, True):
+        layer.committed[0], made = {key: state.clone() for key, state in begun.items()}, list[Tensor]()
+        for hidden, (parents, path) in zip(trees, _PASSES, strict=True):
+            cache.slots.begin(len(parents))
+            cache.begin_trees([TokenTree.from_parents(range(len(parents)), parents)], like.device)
+            made.append(backend.mix(mixer, hidden, by_kernels=by_kernels))
+            layer.committed[0] = layer.states_after(0, cache.levels, np.array(path, np.int32))
+            made += [states.clone() for states in layer.committed[0].values()]
         results.append(made)
     return all(_agree(*pair, is_half=is_half) for pair in zip(*results, strict=True))
 
@@ -82,12 +91,12 @@ def _agree(own: Tensor, other: Tensor, *, is_half: bool) -> bool:
     return torch.equal(own, other) if is_half else bool((own - other).norm() <= _TOLERANCE * own.norm())
 
 
-def _nodes_of_call(make: Callable[[Mixing, bool], Backend], vocabulary: int) -> int:
+def _nodes_of_call(make: Callable[[Mixing], Backend], vocabulary: int) -> int:
     """The most siblings per call whose logits and states are bit for bit those of single-node calls; at least 1.
 
     States are mostly float32, which shows another order of sums at once.
     """
-    backends = [_begun(make(Mixing(most=most), False), vocabulary) for most in (1, MAX_ROWS)]
+    backends = [_begun(make(Mixing(most=most)), vocabulary) for most in (1, MAX_ROWS)]
     most = 1
     for nodes in _NODES:
         tree = TokenTree.from_parents(_tokens(nodes + 1, vocabulary), [0] * (nodes + 1))

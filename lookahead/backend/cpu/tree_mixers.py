@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from lookahead.kernels.selective_state import DTYPES as STATE_DTYPES
 from lookahead.kernels.selective_state import Inputs, selective_state
 from lookahead.kernels.short_conv import convolution, newest
 from lookahead.model.cache import TreeCache
-from lookahead.model.facts import is_offloaded
+from lookahead.model.facts import CACHE, is_offloaded
 from lookahead.model.known_code import code_of, global_hooks, is_set_by_user, working_hooks_of
 from lookahead.model.state_layers import StateLayer, States
 from lookahead.model.state_scope import mixers_of
@@ -47,6 +48,7 @@ class TreeMixer:
         module: The module.
         conv: Its convolution.
         at: The index of its cache layer.
+        cache: The name under which its code takes the cache.
         inputs: The names of the linear layers of its input.
         mix: What it does between its linear layers.
     """
@@ -54,6 +56,7 @@ class TreeMixer:
     module: Any
     conv: Any
     at: int
+    cache: str
     inputs: tuple[str, ...]
     mix: Mix
 
@@ -108,13 +111,14 @@ def find_mixers(model: Any) -> dict[nn.Module, TreeMixer]:
         if mix in _TAKES and not _TAKES[mix](module):
             continue
         kinds |= {type(module), type(conv), type(getattr(module, "norm", conv))}
-        found[module] = TreeMixer(module, conv, layers[0], inputs, mix)
+        cache = CACHE if CACHE in signature(type(module).forward).parameters else "cache_params"
+        found[module] = TreeMixer(module, conv, layers[0], cache, inputs, mix)
     return {} if not found or global_hooks() or code_of(frozenset(kinds)).foreign else found
 
 
-def samples_of(mixers: Iterable[TreeMixer]) -> set[nn.Module]:
-    """The first module of every kind: of those with a class, its settings, and the sizes and types of its weights."""
-    samples = dict[Any, nn.Module]()
+def samples_of(mixers: Iterable[TreeMixer]) -> list[TreeMixer]:
+    """The first of every kind: of those with a class, its settings, and the sizes and types of its weights."""
+    samples = dict[Any, TreeMixer]()
     for mixer in mixers:
         parts = list(mixer.module.modules())
         settings = (
@@ -124,8 +128,8 @@ def samples_of(mixers: Iterable[TreeMixer]) -> set[nn.Module]:
             for part in parts
         )
         weights = ((weight.shape, weight.dtype) for weight in mixer.module.parameters())
-        samples.setdefault(repr((list(map(type, parts)), *settings, *weights)), mixer.module)
-    return set(samples.values())
+        samples.setdefault(repr((list(map(type, parts)), *settings, *weights)), mixer)
+    return list(samples.values())
 
 
 def _is_plain(part: Any) -> bool:
