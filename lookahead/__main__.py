@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import threading
 
 
 def run() -> None:
@@ -15,7 +16,8 @@ def run() -> None:
         print("interrupted: stopped before it was finished", file=sys.stderr)
         _end()
     except SystemExit as end:
-        if end.code in (129, 130, 143):
+        is_at_work = any(thread.daemon for thread in threading.enumerate())
+        if isinstance(end.code, int) and (is_at_work or end.code in (129, 130, 143)):
             _end(end.code)
         raise
 
@@ -23,8 +25,9 @@ def run() -> None:
 def _end(status: int = 130) -> None:
     """End the process with this status now, after what was registered for its end.
 
-    To take the modules apart takes seconds on a busy machine, and after an interrupt within code that is compiled from
-    text, such as that of a named tuple, Python would end by a signal.
+    To take the modules apart takes seconds on a busy machine. After an interrupt within code that is compiled from
+    text, such as that of a named tuple, Python would end by a signal, and so it would when a thread of a server comes
+    back from code outside of the interpreter.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

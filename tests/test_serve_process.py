@@ -20,13 +20,19 @@ pytest.importorskip("openai")
 HALF_SENT = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 99\r\n\r\n{"
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_streams_with_a_reason_and_the_command(folder, how, tmp_path):
+def begun(folder: str) -> tuple[subprocess.Popen[str], int]:
+    """A server, and its port."""
     command = [sys.executable, "-m", "lookahead", "serve", folder, "--port", "0", "--device", "cpu"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
     assert process.stderr is not None
     line = next(line for line in process.stderr if "serving" in line)
     port = int(line.rpartition("/v1")[0].rpartition(":")[2])
+    return process, port
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_streams_with_a_reason_and_the_command(folder, how, tmp_path):
+    process, port = begun(folder)
     connection = http.client.HTTPConnection("localhost", port, timeout=120)
     body = {**LONG, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body))
@@ -45,3 +51,13 @@ def test_a_signal_ends_streams_with_a_reason_and_the_command(folder, how, tmp_pa
         assert reading.getresponse().status in (200, 503)
     _, log = process.communicate(timeout=20)
     assert "Traceback" not in log
+
+
+def test_two_signals_end_the_command_without_an_abort(folder):
+    process, port = begun(folder)
+    connection = http.client.HTTPConnection("localhost", port, timeout=120)
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": ["abc " * 500] * 60, "max_tokens": 99}))
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=20)
+    assert process.returncode in (0, 130) and "Traceback" not in log and "terminate called" not in log

@@ -119,7 +119,7 @@ class Server(uvicorn.Server):  # type: ignore[misc]  # untyped base class
         most = connections or most_connections()
 
         # asyncio accepts up to `backlog` connections before it makes the first of them known.
-        options: Any = {"backlog": max(1, most // 2), "timeout_graceful_shutdown": _SHUTDOWN_S}
+        options: Any = {"backlog": max(1, most // 2), "timeout_graceful_shutdown": _SHUTDOWN_S, "lifespan": "off"}
         super().__init__(uvicorn.Config(app, http=partial(Connection, most=most), log_level=log_level, **options))
         self._models, self._last_told = models, -_QUIET_S
 
