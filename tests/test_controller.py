@@ -130,11 +130,12 @@ def test_a_step_of_several_rows_takes_no_longer_than_four_plain_ones() -> None:
     cost.calibrate([1, 4, 16, 33], [1.0, 4.0, 16.0, 33.0], rows=16, context=100)
     controller = controller_of(cost)
     plain = StepRecord([(root, np.zeros(1, np.int32))] * 16, [1] * 16, 1, 0.0, 1.0)
-    controller.record(controller.plan([100] * 16, 100, is_ragged=True), plain)
-    plan = controller.plan([100] * 16, 100, is_refilled=True, is_ragged=True)
+    controller.record(controller.plan([100] * 16, 100, ragged_nodes=256), plain)
+    plan = controller.plan([100] * 16, 100, is_refilled=True, ragged_nodes=256)
     drafts = [merge(0, [chain([0.99] * 20)], Limits(plan.max_nodes, 99)) for _ in range(16)]
     assert plan.value is not None and sum(len(draft.tree) for draft in drafts) > 200
-    assert 16 < sum(len(draft.tree) for draft in fit(drafts, plan.costs, plan.value, is_ragged=True)) <= 64
+    for most in (plan.ragged_nodes, 32):
+        assert 16 < sum(len(d.tree) for d in fit(drafts, plan.costs, plan.value, ragged_nodes=most)) <= min(most, 64)
 
 
 @pytest.mark.parametrize("rows", [1, 16])

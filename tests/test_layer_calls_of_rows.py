@@ -117,3 +117,27 @@ def test_rows_of_any_sizes_are_one_call_and_each_computes_what_it_does_alone(sco
         last = places.pop()
         if gone < len(places):
             places[gone] = last
+
+
+@on_x86
+def test_a_pass_of_rows_tells_how_many_nodes_it_may_have(calls):
+    model = made("llama", HALF, **WIDE)
+    if not takes_rows(model.config):
+        pytest.skip("there is no kernel for the nodes of half precision on this CPU")
+    rows = 4
+    together = backend_for(model, rows=rows, capacity=128)
+    together.cache.slots.active = 0
+
+    def is_ragged(nodes: int) -> bool:
+        sizes = [nodes // rows + (row < nodes % rows) for row in range(rows)]
+        with together.serving():
+            together.score([trees_of(1, size, row)[0] for row, size in enumerate(sizes)], BitPolicy.SOLO)
+        return together.is_ragged
+
+    with together.serving():
+        for row in range(rows):
+            together.cache.slots.active += 1
+            together.read([np.arange(3, 9, dtype=np.int32)], row)
+    assert is_ragged(rows)
+    most = together.ragged_nodes
+    assert rows < most and is_ragged(most) and not is_ragged(most + 1)

@@ -73,6 +73,7 @@ class Backend(Protocol):
         is_cold: Whether the newest pass included one-time work, such as packing.
         is_ragged: Whether the newest pass computed only the nodes of its trees. If False, rows are padded to the size
             of the largest tree.
+        ragged_nodes: Nodes that such a pass may have, all its trees together.
         keeps_hidden: Whether later passes keep hidden states.
         keeps_logits: Whether the logits of later passes are read. If not, a pass that makes `ranks` may return logits
             of no token.
@@ -91,6 +92,7 @@ class Backend(Protocol):
     is_read_whole: bool
     is_cold: bool
     is_ragged: bool
+    ragged_nodes: int
     keeps_hidden: bool
     keeps_logits: bool
     reads_top: int

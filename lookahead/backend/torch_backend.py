@@ -91,6 +91,7 @@ class TorchBackend:
         # In float32 the last bits do not change tokens.
         self._is_half = model.dtype in (torch.bfloat16, torch.float16)
         self.is_read_whole = self.is_cold = self.is_ragged = False
+        self.ragged_nodes = 0
 
     def begin(self, capacity: int, cache: TreeCache | None = None) -> None:
         """Start with an empty cache of `capacity` slots per row, outside `serving`. Users keep the previous cache."""

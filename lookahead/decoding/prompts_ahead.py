@@ -33,7 +33,7 @@ _MOST = 2  # prompts being read by a thread, so that it does not wait for a step
 _LOOKED_AT = 16  # waiting requests that may pass others
 _PASSED = 4  # times the tokens of a prompt that others may have which pass it
 _WAIT_S = 0.05
-_NICENESS = 5  # of the thread for long prompts: a quarter of a core that steps use too
+_NICENESS = 3  # of the thread for long prompts: a third of a core that steps use too
 
 
 class _GivenUpError(Exception):

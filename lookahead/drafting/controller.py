@@ -40,7 +40,7 @@ class StepPlan(NamedTuple):
     value: BatchValue | None = None  # of tokens; None for a single row, whose steps are saved one a token
     has_branch: bool = False  # whether the lookahead branch is on
     node_bonus_tokens: float = 0.0  # additional worth of a verified node in tokens, since a source learns from it
-    is_ragged: bool = False  # whether the pass computes no padding; nodes per row are then a mean
+    ragged_nodes: int = 0  # of all trees, if the pass computes no padding; nodes per row are then a mean
 
 
 class StepRecord(NamedTuple):
@@ -108,13 +108,11 @@ class Controller:
         self._curve = self._padded_curve if self.is_padded else self.cost.curve
         self.budget.begin_output()
 
-    def plan(
-        self, left: Sequence[int], context: int, *, is_refilled: bool = False, is_ragged: bool = False
-    ) -> StepPlan:
+    def plan(self, left: Sequence[int], context: int, *, is_refilled: bool = False, ragged_nodes: int = 0) -> StepPlan:
         """Decide the drafts of the coming step.
 
         `left` are the tokens that each row may still emit, `context` the tokens of the longest row. With `is_refilled`
-        a waiting request replaces a row that ends; with `is_ragged` passes compute no padding.
+        a waiting request replaces a row that ends; passes of at most `ragged_nodes` nodes in all compute no padding.
         """
         rows, branch = len(left), self.branch
         plain = StepPlan(rows, context)
@@ -141,9 +139,10 @@ class Controller:
         plain_s = float(curve[1])
         affordable = _add_costs_of_drafts(curve, proposing, most_at_risk)
         nodes = nodes if branch.is_on else affordable
-        if is_ragged:  # a row may use nodes that others do not need
-            curve, nodes = curve[: nodes + 2], max(nodes, min(nodes * rows, self.node_budget))
-        return StepPlan(rows, context, True, nodes, curve, plain_s, value, branch.is_on, branch.teaching, is_ragged)
+        if ragged_nodes:  # a row may use nodes that others do not need
+            ragged_nodes = max(rows, min(ragged_nodes, rows * (nodes + 1)))
+            nodes = max(nodes, min(nodes * rows, self.node_budget))
+        return StepPlan(rows, context, True, nodes, curve, plain_s, value, branch.is_on, branch.teaching, ragged_nodes)
 
     def accepts(self, plan: StepPlan, drafts: Sequence[Draft]) -> bool:
         """Whether drafts, one per row, are verified."""
@@ -152,7 +151,7 @@ class Controller:
         expected = [sum(draft.path_probs.tolist()) for draft in drafts]
         tokens = expected[0] if plan.value is None else plan.value.steps_saved(expected)
         sizes = [len(draft.tree.tokens) for draft in drafts]
-        took = _at(plan.costs, sum(sizes) / len(sizes) if plan.is_ragged else max(sizes)) / plan.plain_s
+        took = _at(plan.costs, sum(sizes) / len(sizes) if plan.ragged_nodes else max(sizes)) / plan.plain_s
         return self.budget.verifies(plan.rows, tokens / took, took - 1.0)
 
     def record(self, plan: StepPlan, step: StepRecord) -> None:

@@ -127,12 +127,12 @@ class BatchValue(NamedTuple):
         return float(_steps_saved(np.array(tokens, np.float64), self.left, self.plain))
 
 
-def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue, *, is_ragged: bool = False) -> list[Draft]:
+def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue, *, ragged_nodes: int = 0) -> list[Draft]:
     """Cut the drafts of a batch, merged without costs, to the sizes that save the most per cost.
 
     A padded pass computes the size of the largest tree for every row: each tree keeps its required and its most likely
     nodes up to one size. A ragged pass computes only the nodes of all trees: the most likely nodes across trees are
-    kept. `costs` are by nodes per row, in a ragged pass by their mean over the rows, which is not larger.
+    kept, at most `ragged_nodes`. `costs` are by nodes per row, in a ragged pass by their mean over the rows.
 
     Example:
         >>> tree = TokenTree.from_parents([5, 6, 7], [0, 0, 1])
@@ -140,13 +140,14 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue, *, is_rag
         >>> value, costs = BatchValue(np.full(2, 100.0), np.array([0.0, 0.5, 1.0])), np.array([1.0, 1.0, 1.3, 1.7])
         >>> [len(draft.tree) for draft in fit(drafts, costs, value)]
         [2, 2]
-        >>> [len(draft.tree) for draft in fit(drafts, costs, value, is_ragged=True)]
+        >>> [len(draft.tree) for draft in fit(drafts, costs, value, ragged_nodes=6)]
         [3, 2]
     """
     path_probs = np.concatenate([draft.path_probs for draft in drafts])
     required = np.concatenate([draft.required for draft in drafts])
     ends = np.cumsum([len(draft.tree) for draft in drafts])
-    size, ranks = (_fit_ragged if is_ragged else _fit)(path_probs, required, ends, costs, batch.left, batch.plain)
+    options = path_probs, required, ends, costs, batch.left, batch.plain
+    size, ranks = _fit_ragged(ragged_nodes, *options) if ragged_nodes else _fit(*options)
     fitted = []
     for draft, end in zip(drafts, ends, strict=True):
         tree, keep = draft.tree, ranks[end - len(draft.tree) : end] < size
@@ -239,7 +240,7 @@ def _fit(path_probs, required, ends, costs, left, plain):
 
 
 @njit(error_model="numpy")
-def _fit_ragged(path_probs, required, ends, costs, left, plain):
+def _fit_ragged(most, path_probs, required, ends, costs, left, plain):
     """The total number of nodes kept in all trees, and the rank of every node among all, int64 `[nodes]`."""
     rows, row = len(ends), 0
     owners = np.empty(len(path_probs), np.int64)
@@ -255,12 +256,11 @@ def _fit_ragged(path_probs, required, ends, costs, left, plain):
     expected, least, best, best_rate = np.zeros(rows), 0, rows, 0.0
     for value in values:
         least += value >= 2.0
-    most = max(least, rows * (len(costs) - 1))
     for at in range(len(ranked)):
         node, size = ranked[at], at + 1
         ranks[node] = at
         expected[owners[node]] += path_probs[node]
-        if least <= size <= most:
+        if least <= size <= max(least, most):
             below = min(size // rows, len(costs) - 2)
             cost = costs[below] + (size / rows - below) * (costs[below + 1] - costs[below])
             rate = _steps_saved(expected, left, plain) / cost

@@ -222,8 +222,8 @@ class Engine:
                 left = [min(n, 1 + row.positions_left(positions)) for n, row in zip(left, self._rows, strict=True)]
             if self._controller is not None:
                 context = max([row.length for row in self._rows])
-                is_ragged = self._backend.is_ragged
-                plan = self._controller.plan(left, context, is_refilled=is_refilled, is_ragged=is_ragged)
+                ragged_nodes = self._backend.ragged_nodes if self._backend.is_ragged else 0
+                plan = self._controller.plan(left, context, is_refilled=is_refilled, ragged_nodes=ragged_nodes)
             is_changed = self._is_watched and self._backend.has_changed()
             drafts = self._root_only(self._rows) if is_changed else self._draft(left, plan)
         drafted = time.perf_counter()
@@ -274,7 +274,7 @@ class Engine:
         if self._controller is None or not len(plan_costs):
             return drafts
         if plan.value is not None:
-            drafts = fit(drafts, plan_costs, plan.value, is_ragged=plan.is_ragged)
+            drafts = fit(drafts, plan_costs, plan.value, ragged_nodes=plan.ragged_nodes)
         if all(len(draft.tree.tokens) == 1 for draft in drafts) or self._controller.accepts(plan, drafts):
             return drafts
         return [draft.root_only() for draft in drafts]

@@ -193,6 +193,7 @@ class CpuBackend(TorchBackend):
                 given = whole(tree_pass, self.cache, seen, layers, attending, self._known)
             if not is_prompt:
                 self.is_ragged = given is not None
+                self.ragged_nodes = whole.most_nodes if isinstance(whole, WholePass) else 0
             if given is None:
                 logits = super()._forward(tree_pass, policy)
             else:

@@ -80,6 +80,7 @@ class WholePass:
 
     Attributes:
         detail: Why layers attend by the model's own function; empty if the kernel attends.
+        most_nodes: Nodes that a pass like the newest may have, all its trees together.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class WholePass:
         self._model, self._decoder, self._parts = ref(model), owners[-1], parts
         self._placeholders = placeholders_of(model.config)
         self._linears, self._family = parts.linears, parts.layers[0].family
+        self.most_nodes = MAX_BATCH_NODES
         self._threads = threads  # of a pass, by torch's number of threads; kept with the model
         self._slopes = dict[Hashable, Any]()  # of tables, by their kind
         self._known: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}  # of `packed_weights`, for layers and the head
@@ -144,6 +146,7 @@ class WholePass:
             table = self._checked(tree_pass, cache, kind, sum(counts))
         if table is None:
             return None
+        self.most_nodes = min(MAX_BATCH_NODES, table.tokens.stop - 1) if len(table.tokens) > 1 else MAX_BATCH_NODES
         # The flat indices of nodes that are not padding.
         kept = None
         tokens, at = tree_pass.tokens, tree_pass.positions
