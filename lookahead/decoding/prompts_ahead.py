@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from threading import get_native_id
@@ -186,7 +186,8 @@ class PromptsAhead:
     def _read(self, request: Request, is_quick: bool, is_shared: bool) -> ReadPrompt:
         row: Row = request.row
         if self._is_beside and not is_quick and sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICENESS)  # of this thread alone
+            with suppress(OSError):  # a sandbox may forbid it
+                os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICENESS)  # of this thread alone
 
         def go_on(*_: int) -> None:
             if request.is_cancelled:
