@@ -82,7 +82,8 @@ class DecodingStats:
     def exactness(self) -> Literal["bitwise", "tokens", "rounding"]:
         """How far the passes equal those of `model.generate`.
 
-        `"bitwise"`: bit for bit. `"tokens"`, in float32: the tokens are equal, and the last bits of scores may differ.
+        `"bitwise"`: bit for bit, as of the prompt alone. `"tokens"`, in float32: the tokens are equal, and the last
+        bits of scores may differ.
         `"rounding"`, in half precision: a token may change where two are about equally likely.
         """
         if self.bitwise_forwards == self.target_forwards > 0:

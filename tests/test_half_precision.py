@@ -165,6 +165,29 @@ def test_prompts_that_are_decoded_together_have_the_tokens_that_each_has_alone(n
         assert sum(each.stats.drafted_tokens for each in done) > 0
 
 
+@pytest.mark.parametrize("name", ["llama", "eager", "mistral, its window", "gemma2, softcapping"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_of_a_padded_batch_have_the_logits_that_each_has_alone(name: str, dtype: torch.dtype) -> None:
+    model, texts = shared(name, dtype), [prompts(seed).repeat(1, 1 + seed % 2) for seed in range(3)]
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected = [model.generate(text, **options) for text in texts]
+    longest = max(text.shape[1] for text in texts)
+    padded, mask = (
+        torch.cat([torch.nn.functional.pad(part(text), (longest - text.shape[1], 0)) for text in texts])
+        for part in (torch.clone, torch.ones_like)
+    )
+    answers = [alone.sequences[0].tolist() for alone in expected]
+    for offer in (None, perfect(answers), always_wrong(answers, 101), random_trees(101)):
+        with drafting_by(offer) if offer is not None else nullcontext():
+            got = model.generate(
+                padded, attention_mask=mask, **options, custom_generate=lookahead.decode, lookahead_config=DRAFTED
+            )
+        for row, alone in enumerate(expected):
+            assert torch.equal(got.sequences[row, longest:], alone.sequences[0, -12:])
+            for ours, own in zip(got.logits, alone.logits, strict=True):
+                assert torch.equal(ours[row], own[0])
+
+
 def stats_of(model: Any, prompts: torch.Tensor, cache: str | None = None, **options: Any) -> list[DecodingStats]:
     """Stats of the rows of a decoding."""
     kwargs: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "cache_implementation": cache}
@@ -182,12 +205,10 @@ def test_stats_tell_whether_the_bits_are_those_of_generate() -> None:
     (stats,) = stats_of(half, prompts(1))
     assert stats.exactness == "bitwise" and stats.to_dict()["exactness"] == "bitwise"
     assert stats.bitwise_forwards == stats.target_forwards
-    assert [each.exactness for each in stats_of(half, prompts(1, rows=2))] == ["rounding"] * 2
+    assert [each.exactness for each in stats_of(half, prompts(1, rows=2))] == ["bitwise"] * 2
     assert [each.exactness for each in stats_of(single, prompts(1))] == ["tokens"]
     static = stats_of(half, prompts(1), cache="static")
     assert [each.exactness for each in static] == ["rounding"], "transformers attends to its slots under a mask"
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), prompts(1)], 1)
-    assert [each.exactness for each in stats_of(half, padded)] == ["rounding"], "padding changes the order of summation"
     assert not keeps_solo_bits(experts), "the products of an expert depend on the rows that chose it"
 
 

@@ -87,7 +87,7 @@ def support_of(
         shortest: Tokens of the shortest prompt.
         max_length: Tokens of the longest row at its end.
         trusted: Whether the user states that his code treats every token by itself and keeps no state.
-        is_alone: Whether passes are over one row without padding, and keep the bits of single tokens if they can.
+        is_alone: Whether passes keep the bits that every row has alone, token by token, if they can.
         plan: The plan of the model as it is now; recognised if None.
     """
     plan = plan or recognise(model, trusted=trusted)

@@ -143,7 +143,8 @@ def assemble(
     shows_hidden = not kind.has_encoder and reading is None
     proposers, controller = _drafting(config, call, common.memory, shows_hidden=shows_hidden, **limits)
     policy = BitPolicy.ROUNDED
-    is_separate = isolates or (rows == 1 and not batch[0].padding)  # `generate` masks padding
+    # What reads more than tokens reads a batch as one, with its padding.
+    is_separate = isolates or (encoded is None and reading is None) or (rows == 1 and not batch[0].padding)
     if is_separate and shape == "trees" and not common.is_rounded and self_check.keeps_solo_bits(model):
         policy = BitPolicy.SOLO
     longest = max((row.length for row in batch), default=0)

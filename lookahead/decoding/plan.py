@@ -268,7 +268,7 @@ def _with_drafts(plan: RequestPlan, facts: ModelPlan, of_kind: str) -> RequestPl
     others = validation.other_inputs(model, call.model_kwargs)
     if positions is not None and not validation.has_usual_positions(positions, plan.lengths, longest):
         others = [*others, "position_ids"]
-    is_alone = call.input_ids.shape == (1, shortest) and not common.is_rounded
+    is_alone = (not others or call.input_ids.shape == (1, shortest)) and not common.is_rounded
     given: Any = {"shortest": shortest, "max_length": stopping.max_length, "is_alone": is_alone, "plan": facts}
     found = support.support_of(model, **given, trusted=config.trust_user_code)
     may_drop = found.shape != "none" and (facts.trains or facts.may_keep_states)

@@ -107,7 +107,7 @@ class Engine:
             if getattr(proposer, "shares_cache", False):
                 proposer.share_cache(self.cache)
         self.cache.slots.active = 0  # rows join in `admit`; their KV stays
-        self.reads_alone = isolates and backend.reads_alone(policy)
+        self.reads_alone = (isolates or policy is BitPolicy.SOLO) and backend.reads_alone(policy)
         self.packs_prompts = backend.packs_prompts
 
     def serving(self, *, is_alone: bool = False) -> AbstractContextManager[None]:
@@ -127,8 +127,9 @@ class Engine:
 
         Between steps the model is restored, unless the loop runs inside `serving`.
         """
+        groups = [[row] for row in self.batch] if self.reads_alone else [self.batch]
         with self._backend.serving():
-            outputs = self.admit(self.batch)
+            outputs = [output for rows in groups for output in self.admit(rows)]
         yield outputs
         while self._rows:
             with self._backend.serving():
