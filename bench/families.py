@@ -44,7 +44,7 @@ MIXTURE = {**DENSE, "num_hidden_layers": 12, "num_experts_per_tok": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", DENSE),
     "Qwen3": ("Qwen3", DENSE),
-    "Gemma2": ("Gemma2", {**DENSE, "attn_implementation": "sdpa"}),
+    "Gemma2": ("Gemma2", DENSE),
     "Gemma3": ("Gemma3Text", {**DENSE, "sliding_window": 512, "query_pre_attn_scalar": 64}),
     "Gemma4": (
         "Gemma4Text",
@@ -101,9 +101,7 @@ def make(name: str, dtype: torch.dtype) -> Any:
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForCausalLM")._from_config(
-            config, dtype=dtype, attn_implementation=sizes.get("attn_implementation")
-        )
+        model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, dtype=dtype)
     return model.eval()
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import errno
 import json
 import logging
 import socket
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lookahead.serving import connections, service
-from lookahead.serving.connections import Server, most_connections
+from lookahead.serving.connections import Server, give_memory_back, most_connections
 from tests.support.running_server import Running, folder, server, wait_until_idle
 
 __all__ = ["folder", "server"]  # fixtures
@@ -145,3 +149,29 @@ def test_connections_that_cannot_be_accepted_are_one_line_a_minute(caplog):
             served._tell(event_loop, context)
     event_loop.close()
     assert len(caplog.records) == 1 and caplog.records[0].exc_info is None
+
+
+@pytest.mark.skipif(not (sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim")), reason="of glibc")
+def test_free_memory_between_blocks_in_use_is_given_back():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    blocks = [libc.malloc(60_000) for _ in range(2_000)]
+    for block in blocks:
+        ctypes.memset(block, 1, 60_000)
+    for block in blocks[:-1]:  # the last one keeps the system from taking the others back
+        libc.free(block)
+    pages = [resident()]
+    with contextlib.suppress(TimeoutError):
+        asyncio.run(asyncio.wait_for(give_memory_back(every=0.01), timeout=1.0))
+    pages.append(resident())
+    libc.free(blocks[-1])
+    assert pages[0] - pages[1] > 60_000 * 1_000 // 4096
+
+
+def resident() -> int:
+    """The pages of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1])
