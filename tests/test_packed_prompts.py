@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import closing
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from lookahead.backend.protocol import BitPolicy
 from lookahead.backend.self_check import packs_prompts
 from lookahead.backend.tree_pass import PackedPrompts
 from lookahead.decoding.prompts import PromptReader
-from lookahead.decoding.request import Completion
+from lookahead.decoding.request import Completion, Request
 from lookahead.decoding.scheduler import Scheduler
 from lookahead.model.model_state import patched_attribute
 from tests.support.families import ENCODER_DECODERS, FAMILIES, build
@@ -199,11 +201,11 @@ def test_short_prompts_of_a_server_are_read_in_small_passes_the_shorter_ones_fir
         scheduler.step()
         for index, prompt in enumerate(prompts[1:6], 1):
             scheduler.put(index, prompt)
-        steps = scheduler.steps()
-        # Each pass has the shortest one; all begin before the row that runs goes on.
-        assert [sorted(request.index for request in next(steps)) for _ in range(3)] == [[1, 2], [4, 5], [3]]
+        # Each pass has the shortest one; the row that runs goes on after 128 tokens.
+        assert turns_of(scheduler.steps()) == [[1, 2], [4, 5], [0, 1, 2, 4, 5]]
         assert packed == [[40, 50], [50, 60]]
-        assert len(next(steps)) == 6
+        steps = scheduler.steps()
+        assert turns_of(islice(steps, 2)) == [[3], [0, 1, 2, 3, 4, 5]]
         scheduler.put(6, prompts[6])
         done = list[Completion]()
         while not scheduler.is_idle:
@@ -222,6 +224,11 @@ def test_running_outputs_of_a_server_go_on_between_waiting_prompts(packed, tiny_
         scheduler.step()
         for index, prompt in enumerate(prompts_of([100] * 5, seed=4), 1):
             scheduler.put(index, prompt.tolist())
-        steps = scheduler.steps()
-        turns = [sorted(request.index for request in next(steps)) for _ in range(4)]
-        assert turns == [[1], [2], [3], [0, 1, 2, 3]]  # at most 256 tokens, and the last prompt whole
+        # At most 128 tokens, and the last prompt whole.
+        assert turns_of(scheduler.steps()) == [[1], [2], [0, 1, 2]]
+        assert turns_of(scheduler.steps()) == [[3], [4], [0, 1, 2, 3, 4]]
+
+
+def turns_of(steps: Iterable[list[Request]]) -> list[list[int]]:
+    """The numbers of the requests that got tokens, turn by turn."""
+    return [sorted(request.index for request in requests) for requests in steps]
