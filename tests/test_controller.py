@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lookahead.drafting.branch import LookaheadBranch
@@ -94,6 +94,7 @@ class Machine:
     st.sampled_from([1, 4, 16]),
     st.lists(st.tuples(st.lists(st.sampled_from([0.1, 0.6, 0.99]), max_size=20), st.integers(0, 20)), min_size=1),
 )
+@example(1.0, 0.5, 1, [([0.6], 0), ([0.6, *[0.99] * 5], 6)])
 @settings(max_examples=examples(50))
 def test_whatever_steps_cost_and_drafts_claim_the_time_lost_is_the_share_for_probing(node_cost, look, rows, pattern):
     machine = Machine(node_cost, look, rows)

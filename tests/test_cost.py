@@ -242,3 +242,13 @@ def test_the_cost_of_padded_steps_is_a_staircase_and_recording_is_no_part_of_it(
     for _ in range(50):
         step(13, 1, 0.006)  # was padded to 16, and counts as such
     assert cost.curve(1, 16, 100)[16] == pytest.approx(0.006, rel=0.1)
+
+
+@pytest.mark.parametrize("node_cost", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("nodes", [2, 5, 7, 9, 10, 14, 19, 20, 27, 28, 39, 40, 55, 79])
+def test_a_size_between_two_points_gets_the_cost_that_it_has(nodes: int, node_cost: float) -> None:
+    cost = StepCost()
+    for _ in range(60):
+        cost.observe(1, 1.0)
+        cost.observe(nodes, 1.0 + node_cost * (nodes - 1))
+    assert cost.curve(rows=1, nodes=nodes)[nodes] == pytest.approx(1.0 + node_cost * (nodes - 1), rel=0.03)

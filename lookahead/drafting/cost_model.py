@@ -220,9 +220,11 @@ def _learn(table, tokens, rows, seconds, node_cost):
         # was a step delayed by other work.
         rate = _RATE if ratios[nearest] > 0.0 and change * _OUTLIER > 1.0 else 1.0
         change = 1.0 + rate * (min(change, _OUTLIER) - 1.0)
+    # The point moves by its own ratio: by the interpolated one it would stay too near to its neighbours.
+    moved = (ratios[nearest] if ratios[nearest] > 0.0 else expected) * change
     if nearest == plain:
         ratios *= change
-    ratios[nearest] = expected * change
+    ratios[nearest] = moved
     for point in range(len(table)):
         if ratios[plain] > 0.0 and ratios[point] > ratios[plain] and point != nearest:
             ratios[point] += _FORGET * (ratios[plain] - ratios[point])
