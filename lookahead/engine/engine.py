@@ -107,7 +107,8 @@ class Engine:
             if getattr(proposer, "shares_cache", False):
                 proposer.share_cache(self.cache)
         self.cache.slots.active = 0  # rows join in `admit`; their KV stays
-        self.reads_alone = (isolates or policy is BitPolicy.SOLO) and backend.reads_alone(policy)
+        is_solo = isolates or (policy is BitPolicy.SOLO and len(batch) > 1)
+        self.reads_alone = is_solo and backend.reads_alone(policy)
         self.packs_prompts = backend.packs_prompts
 
     def serving(self, *, is_alone: bool = False) -> AbstractContextManager[None]:
