@@ -298,6 +298,18 @@ def test_the_sum_of_weights_has_the_last_bit_of_torch(before):
         assert len(expected.unique()) == 2, "no output is next to the middle of two numbers"
 
 
+def test_the_device_and_the_type_that_a_user_sets_do_not_change_what_is_compared():
+    expected = [torch.cat([part.flatten() for part in parts]) for parts in few_weights()]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            got = [torch.cat([part.flatten() for part in parts]) for parts in few_weights()]
+    finally:
+        torch.set_default_dtype(before)
+    assert all(map(torch.equal, got, expected))
+
+
 def test_a_model_takes_it_for_heads_it_serves(tiny_llama):
     config = tiny_llama.config
     dim = config.hidden_size // config.num_attention_heads

@@ -182,14 +182,15 @@ def few_weights() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
     So these show the last bit of the sum of weights, and with it how the exponentials of single numbers are rounded.
     """
+    exact: Any = {"dtype": torch.float64, "device": "cpu"}  # a user may have set others
     for between in _BETWEEN:
-        scores = torch.tensor([0, between / 2**15, *(-1.5 - 2 * at for at in range(6))], dtype=torch.float64)
-        query, keys, values = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 8, 64), torch.zeros(8, 64).double()
+        scores = torch.tensor([0, between / 2**15, *(-1.5 - 2 * at for at in range(6))], **exact)
+        query, keys, values = (torch.zeros(size, **exact) for size in ((1, 1, 1, 64), (1, 1, 8, 64), (8, 64)))
         query[..., :2] = 8.0  # the root of 64, as scores are divided by it
         keys[0, 0, :, 0] = scores.bfloat16()
         keys[0, 0, :, 1] = scores - keys[0, 0, :, 0]
         weights = scores.exp().bfloat16().double()
-        aims = (1 + 2**-8) * scores.exp().sum() * (1 + torch.arange(-32, 32) * 2**-26)
+        aims = (1 + 2**-8) * scores.exp().sum() * (1 + torch.arange(-32, 32, **exact) * 2**-26)
         for key, weight in enumerate(weights):
             values[key] = ((aims - weights @ values) / weight).bfloat16()
         yield query.bfloat16(), keys.bfloat16(), values.bfloat16()[None, None]
