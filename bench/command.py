@@ -110,7 +110,7 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
 def make_engine(model: Any, ids: torch.Tensor, config: LookaheadConfig | None, **options: Any) -> Engine:
     """An engine for prompts without padding, int64 `[rows, tokens]`, not started yet; greedy by default."""
     shared = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
-    engine = plan_request(model.generate(ids, custom_generate=ResolvedCall.of, **shared), config).begin()
+    engine = plan_request(ResolvedCall.resolve(model, ids, **shared), config).begin()
     assert isinstance(engine, Engine)
     return engine
 

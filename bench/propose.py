@@ -91,7 +91,7 @@ def time_steps(config: LookaheadConfig, prompts: int = 180) -> dict[str, float]:
             words = rng.integers(10, 300, (6, 8))
             ids = torch.tensor(words[rng.integers(6, size=40)].reshape(1, -1))
             options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
-            call = model.generate(ids, custom_generate=ResolvedCall.of, **options)
+            call = ResolvedCall.resolve(model, ids, **options)
             decoding: Any = plan_request(call, config).begin()
             decoding._backend.score = aside(decoding._backend.score)
             with decoding.serving():

@@ -136,6 +136,20 @@ def test_a_decoder_is_not_taken_for_an_encoder(model_class: Any, config: Any, ti
     assert got.stats.drafted_tokens > 0
 
 
+class OwnGenerate(LlamaForCausalLM):
+    """Its `generate` passes no loop of others on."""
+
+    def generate(self, *args: Any, custom_generate: Any = None, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs)
+
+
+def test_a_generate_that_ignores_our_loop_is_refused(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
+    model = seeded(OwnGenerate, tiny_llama.config)
+    for call in (lookahead.generate, lookahead.stream):
+        with pytest.raises(UnsupportedModelError, match=r"OwnGenerate\.generate ignores custom_generate"):
+            list(call(model, tiny_tokenizer, "hello", max_new_tokens=3))
+
+
 def test_a_model_without_weights_is_refused(tiny_llama: PreTrainedModel, tiny_tokenizer: Any) -> None:
     model = no_weights(tiny_llama)
     with pytest.raises(UnsupportedModelError, match=r"meta device.*no weights"):

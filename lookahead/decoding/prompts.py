@@ -152,7 +152,6 @@ class PromptReader:
         facts = facts or recognise(self.model, trusted=(self.config or DEFAULTS).trust_user_code)
         given = self.model, self.tokenizer, predictions, len(encoded)
         expected = () if predictions is None else read_predictions(*given)
-        causal_lm: Any = self.model
         device, pad, has_encoder = facts.device, pad_token_of(self.tokenizer), self._kind.has_encoder
         padded, mask = pad_prompts(encoded, pad, on_the_right=has_encoder)
         longest, context = (1, None) if has_encoder else (padded.shape[1], self.limit)
@@ -169,23 +168,17 @@ class PromptReader:
             options["pad_token_id"] = pad
         if self._seed is not None:
             torch.manual_seed(self._seed)
-        resolved = list[ResolvedCall]()
-
-        def keep(*arguments: Any, **inputs: Any) -> Tensor:  # a `generate` of the model's own goes on with the prompts
-            resolved.append(ResolvedCall.of(*arguments, **inputs))
-            return resolved[0].input_ids.clone()
-
-        causal_lm.generate(
+        call = ResolvedCall.resolve(
+            self.model,
             padded.to(device),
-            custom_generate=keep,
             attention_mask=mask.to(device),
             generation_config=self._generation_config,
             **{**options, **(self._padded_further(device) if self.further else {})},
         )
         # Within the context no position is missing, and `read` has checked the tokens.
-        is_checked = context is not None and not self.further and resolved[0].input_ids.shape == padded.shape
+        is_checked = context is not None and not self.further and call.input_ids.shape == padded.shape
         lengths = np.array([*map(len, encoded)]) if is_checked else None
-        plan = plan_request(resolved[0], self.config, self.tokenizer, context, lengths=lengths, facts=facts)
+        plan = plan_request(call, self.config, self.tokenizer, context, lengths=lengths, facts=facts)
         return replace(plan, predictions=expected)
 
     def read_prediction(self, given: Any, index: int) -> tuple[IntArray, ...]:

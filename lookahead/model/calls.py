@@ -21,6 +21,7 @@ from transformers.generation import utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils.generic import ModelOutput
 
+from lookahead.errors import UnsupportedModelError
 from lookahead.model.cache import TreeCache
 from lookahead.model.facts import CACHE, cache_in, context_limit, decoder_of, may_be_callers, position_limit
 from lookahead.model.known_code import CRITERIA, changed_cache, is_known, is_known_class
@@ -42,29 +43,40 @@ class ResolvedCall(NamedTuple):
     model_kwargs: dict[str, Any]  # inputs of the model, including the encoder's outputs
 
     @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        inputs_tensor: Tensor | None = None,
-        **model_kwargs: Any,
-    ) -> ResolvedCall:
-        """What `model.generate(..., custom_generate=ResolvedCall.of)` returns, instead of generating.
+    def resolve(cls, model: PreTrainedModel, prompts: Tensor, **options: Any) -> ResolvedCall:
+        """What `model.generate(prompts, **options)` passes to its loop, which does not run.
 
         Args:
-            model: The model, as in the attributes.
-            input_ids: The prompts.
-            logits_processor: The processors.
-            stopping_criteria: The criteria.
-            generation_config: The configuration, resolved.
-            inputs_tensor: The input of an encoder.
-            **model_kwargs: Inputs of the model.
+            model: The model.
+            prompts: int64 `[batch, tokens]`.
+            **options: As for `generate`.
+
+        Raises:
+            UnsupportedModelError: The model's own `generate` takes no loop of others.
         """
-        given = model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor
-        return cls(*given, model_kwargs)
+        resolved = list[ResolvedCall]()
+
+        # transformers passes `inputs_tensor` only to loops with a parameter of that name. A `generate` of the model's
+        # own may go on with what the loop returns.
+        def keep(
+            model: PreTrainedModel,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            inputs_tensor: Tensor | None = None,
+            **model_kwargs: Any,
+        ) -> Tensor:
+            given = model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor
+            resolved.append(cls(*given, model_kwargs))
+            return input_ids.clone()
+
+        generate: Any = model.generate
+        generate(prompts, custom_generate=keep, **options)
+        if not resolved:
+            name = type(model).__name__
+            raise UnsupportedModelError(f"{name}.generate ignores custom_generate, by which lookahead decodes")
+        return resolved[0]
 
     @property
     def pad_token(self) -> Tensor | None:

@@ -40,7 +40,9 @@ EXTENDED = {
     # Models beside causal language models with dense layers
     "tests/test_encoder_decoder_*.py": (
         "lookahead/backend/*",
+        "lookahead/decoding/*",
         "lookahead/engine/*",
+        "lookahead/model/*",
         "lookahead/plugins/encoder_decoder/*",
         "lookahead/*/scheduler.py",
         "lookahead/*/shared_rows.py",
