@@ -57,17 +57,17 @@ class Answered(NamedTuple):
 
 
 class Server:
-    """A server that already runs, at a port of this machine."""
+    """A server that already runs, at a port of this machine; `pid` is its process, if it is ours."""
 
-    def __init__(self, port: int, model: str | None = None) -> None:
-        self._port, self._named = port, {} if model is None else {"model": model}
+    def __init__(self, port: int, model: str | None = None, pid: int = 0) -> None:
+        self.port, self.pid, self._named = port, pid, {} if model is None else {"model": model}
         self.ask([{"role": "user", "content": WARM}])
 
     def ask(self, messages: Sequence[dict[str, str]], on_first: Callable[[], None] = lambda: None) -> Answered:
         """A streamed answer. `on_first` is called at the first token."""
         begin, first, pieces, usage = time.perf_counter(), 0.0, list[str](), dict[str, Any]()
         body = {"messages": list(messages), "temperature": 0, "max_tokens": NEW_TOKENS, "stream": True, **self._named}
-        connection = http.client.HTTPConnection("localhost", self._port, timeout=600)
+        connection = http.client.HTTPConnection("localhost", self.port, timeout=600)
         body |= {"stream_options": {"include_usage": True}}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -97,7 +97,7 @@ def serving(arguments: argparse.Namespace, *options: str) -> Iterator[Server]:
     assert process.stderr is not None
     try:
         line = next(line for line in process.stderr if "/v1" in line)
-        yield Server(int(line.partition("/v1")[0].rpartition(":")[2]))
+        yield Server(int(line.partition("/v1")[0].rpartition(":")[2]), pid=process.pid)
     finally:
         process.terminate()
         process.communicate(timeout=60)

@@ -22,12 +22,12 @@ RUNS = {
     "exactness": "--families Llama",
     "exactness --model": f"--model {SUMMARIZER} --prompts {{prompts}} --field text --limit 1 --max-new-tokens 6",
     "job": "--documents 4 --longest 200 --max-new-tokens 40",
-    "long_summaries": f"--model {SUMMARIZER} --stories {{stories}} --limit 1 --part 400 --longest 900",
     "never_slower": "--prompts {text} --batch-sizes 1 --pairs 1 --prompt-tokens 20 --max-new-tokens 6",
     "passes": f"--model {SUMMARIZER} --contexts 40 --nodes 1,4 --rounds 1",
     "passes --reading": f"--model {SUMMARIZER} --contexts 40 --rounds 1 --reading",
     "propose": f"--tokenizer {SUMMARIZER} --text {{text}} --contexts 64 --steps 20",
     "serve": f"--model {SUMMARIZER} --prompts {{prompts}} --rounds 1",
+    "soak": f"--model {SUMMARIZER} --prompts {{prompts}} --minutes 0.1 --clients 2 --variants 1",
 }
 # Its shapes have half a billion weights. A test runs its steps on a small one.
 TOO_LARGE = {"families"}
@@ -36,18 +36,16 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Texts, prompts and a story, all of an example document."""
+    """A text and prompts, of an example document."""
     folder = tmp_path_factory.mktemp("texts")
     words = (ROOT / "examples/sir_charles.txt").read_text(encoding="utf-8")
-    text, prompts, stories = folder / "text.txt", folder / "prompts.jsonl", folder / "stories.jsonl"
+    text, prompts = folder / "text.txt", folder / "prompts.jsonl"
     text.write_text(words * 3, encoding="utf-8")
     lines = [
         {"category": "qa", "turns": [words[at : at + 200]], "text": words[at : at + 300]} for at in range(0, 6_000, 300)
     ]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    story = {"document": words[:2_000], "questions": [{"responses": [{"response_text": words[:300]}]}]}
-    stories.write_text(json.dumps(story), encoding="utf-8")
-    return {"text": text, "prompts": prompts, "stories": stories}
+    return {"text": text, "prompts": prompts}
 
 
 @pytest.mark.parametrize("name", RUNS)

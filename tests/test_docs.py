@@ -48,7 +48,6 @@ NOT_RUN = {
     ("docs/beams.md", "python -m bench.beams"),
     ("docs/measurements.md", "python -m tools.head_texts"),
     ("docs/measurements.md", "python -m bench.never_slower"),
-    ("docs/summaries.md", "python -m bench.long_summaries"),
     ("docs/summaries.md", "python -m bench.llm"),
     ("docs/memory.md", "python -m bench.ablation"),
     ("docs/jobs.md", "pip install 'lookahead-decoding[documents,html,tables,remote]'"),
