@@ -114,7 +114,7 @@ def test_passes_are_recorded_on_one_gpu_until_a_recording_fails(
 
 def plan_of(model: Any, config: LookaheadConfig | None = None, **options: Any) -> RequestPlan:
     """The plan of a call."""
-    return plan_request(model.generate(IDS, custom_generate=ResolvedCall.of, **options), config)
+    return plan_request(ResolvedCall.resolve(model, IDS, **options), config)
 
 
 def test_a_plan_tells_what_is_verified_and_generates_nothing(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

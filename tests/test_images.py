@@ -298,7 +298,8 @@ def test_what_is_not_served_behind_an_image_is_decoded_plainly_and_says_why(
 @pytest.mark.parametrize("lost", [0, 1])
 def test_passes_that_do_not_see_all_that_the_model_sees_are_found_out(lost: int) -> None:
     model = build(SEEING["Llava"])
-    call = model.generate(**prompts(SEEING["Llava"]), **LENGTH, custom_generate=ResolvedCall.of)
+    inputs = dict(prompts(SEEING["Llava"]))
+    call = ResolvedCall.resolve(model, inputs.pop("input_ids"), **inputs, **LENGTH)
     reading = PromptReading(call, np.array([call.input_ids.shape[1] - lost]), keeps_cache=False)
     assert reading.unsupported_reason("trees", (), 8) == ("its passes after them differ from ours" if lost else "")
 

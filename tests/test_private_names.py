@@ -137,7 +137,7 @@ def test_where_a_name_is_gone_every_call_goes_to_transformers_with_a_warning(
 
 def test_without_the_token_of_padding_as_a_tensor_that_of_the_configuration_pads(looping_llama: Any) -> None:
     options = {"max_new_tokens": 3, "pad_token_id": 7}
-    call = looping_llama.generate(torch.tensor([[5, 9]]), custom_generate=ResolvedCall.of, **options)
+    call = ResolvedCall.resolve(looping_llama, torch.tensor([[5, 9]]), **options)
     assert call.pad_token is not None and int(call.pad_token) == 7
     bare = GenerationConfig(pad_token_id=7)
     assert not hasattr(bare, "_pad_token_tensor")

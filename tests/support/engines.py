@@ -11,5 +11,5 @@ from lookahead.model.calls import ResolvedCall
 
 def engine_of(model: Any, *args: Any, lookahead_config: LookaheadConfig | None = None, **options: Any) -> Any:
     """The engine of a call with these arguments, or transformers' loop."""
-    call = model.generate(*args, custom_generate=ResolvedCall.of, **options)
+    call = ResolvedCall.resolve(model, *args, **options)
     return plan_request(call, lookahead_config).begin()
