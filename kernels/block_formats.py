@@ -138,24 +138,24 @@ def lay_out(blocks: NDArray[np.uint8], kind: str, order: NDArray[np.int64] | Non
     Args:
         blocks: The bytes of a tensor in a file, contiguous; may be a memory map.
         kind: One of `FORMATS`.
-        order: The row of the blocks for each output; their own order if None.
+        order: The row of the blocks for each output, which may stand there twice; their own order if None.
 
     Raises:
         ValueError: The bytes are not whole blocks, or a scale is not finite.
     """
-    of_kind, outputs = FORMATS[kind], len(blocks)
+    of_kind = FORMATS[kind]
     if blocks.ndim != 2 or blocks.shape[1] % of_kind.nbytes or not blocks.flags.c_contiguous:
         raise ValueError(f"rows of {kind} must be blocks of {of_kind.nbytes} bytes, got {blocks.shape}")
     inputs = blocks.shape[1] // of_kind.nbytes * of_kind.inputs
-    steps = steps_of(blocks.reshape(outputs, -1, of_kind.nbytes), kind)
-    order = np.arange(outputs) if order is None else np.ascontiguousarray(order, np.int64)
-    packed = zeros(*packed_shape(kind, outputs, inputs), dtype=torch.int32)
+    steps = steps_of(blocks.reshape(len(blocks), -1, of_kind.nbytes), kind)
+    order = np.arange(len(blocks)) if order is None else np.ascontiguousarray(order, np.int64)
+    packed = zeros(*packed_shape(kind, len(order), inputs), dtype=torch.int32)
     group = of_kind.group
     sizes = group.bits, group.size, group.blocks, group.main, group.upper, group.lines
     of_block = of_kind.inputs, of_kind.nbytes, of_kind.at, of_kind.layout, STEPS.index(group.steps)
     own = np.array([*of_block, *sizes], np.int64)
     places = blocks.ctypes.data, order.ctypes.data, steps.ctypes.data, packed.data_ptr(), own.ctypes.data
-    numbers = *places, outputs, blocks.shape[1], packed.shape[1]
+    numbers = *places, len(order), blocks.shape[1], packed.shape[1]
     run((_lay_out, len(packed), numbers, (blocks, order, steps, packed, own)))
     return packed
 

@@ -314,7 +314,8 @@ def _multiply(address, left, kind, number, add, tiling, apart):
         out = array_at(out_at, (all_rows * outputs,), number)[first_row * outputs :]
         bias = array_at(bias_at, (outputs,), number)
         for panel in range(own * together, min(panels, (own + 1) * together)):
-            sums[:], at = -0.0, first_row * length  # neutral: adding any number, even -0, gives that number
+            sums[: rows * COLUMNS] = -0.0  # neutral: adding any number, even -0, gives that number
+            at = first_row * length
             for line in range(0, terms, lines):
                 count, place, end = min(lines, terms - line), ((before + panel) * terms + line) * COLUMNS, 0
                 if apart:

@@ -161,6 +161,22 @@ def test_experts_in_a_pass_have_the_bits_of_each_row_alone(kinds: tuple[str, ...
         torch.testing.assert_close(together, own, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_experts_that_read_many_rows_have_the_bits_of_each_alone(dtype: torch.dtype) -> None:
+    experts = mixture_of(MIXED)
+    torch.manual_seed(0)
+    x, scales = torch.randn(1030, SIZE).to(dtype), torch.rand(1030, USED)
+    places = torch.rand(1030, EXPERTS + 1).argsort(1)[:, :USED]  # the last expert is of another process
+    together = experts(x, places, scales)
+    for row in (*range(8), 1023, 1024, 1029):
+        some = slice(row, row + 1)
+        assert torch.equal(together[some], experts(x[some], places[some], scales[some]))
+        one = [scales[row, k] * experts(x[some], places[some, k : k + 1], torch.ones(1, 1)) for k in range(USED)]
+        assert (together[some] - sum(one)).norm() < 0.02 * together[some].norm()
+    elsewhere = places == EXPERTS
+    assert elsewhere.any() and not experts(x, places, elsewhere.float()).any()
+
+
 def test_experts_of_which_a_part_is_of_another_type_are_dequantized_whole(tmp_path: Path) -> None:
     file = write_mixture(tmp_path / "mixture.gguf", ("Q4_K", "Q2_K", "Q6_K"))
     with pytest.raises(ConfigError) as caught:

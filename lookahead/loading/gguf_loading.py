@@ -17,6 +17,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from lookahead.errors import UnsupportedModelError
 from lookahead.kernels import block_formats, block_values
+from lookahead.kernels.packed_product import COLUMNS
 from lookahead.loading.checkpoints import load_weights
 from lookahead.loading.gguf_files import dtype_of
 from lookahead.loading.gguf_plan import PlacedTensor, RowOrders, planned_once, processor_of, tensor_bytes
@@ -81,11 +82,11 @@ class _Reading:
         blocks = tensor_bytes(self._file, tensor).reshape(*tensor.shape[:-1], -1)
         try:
             if tensor.experts_part:
-                shape = len(blocks), *block_formats.packed_shape(tensor.kind, *tensor.shape[1:])
-                packed = torch.empty(shape, dtype=torch.int32)
-                for own, into in zip(blocks, packed, strict=True):
-                    into.copy_(block_formats.lay_out(own, tensor.kind))
-                return packed
+                count, outputs = tensor.shape[:2]
+                own = np.arange(-(-outputs // COLUMNS) * COLUMNS).clip(max=outputs - 1)  # fills the last panel
+                order = (np.arange(count)[:, None] * outputs + own).ravel()
+                packed = block_formats.lay_out(blocks.reshape(count * outputs, -1), tensor.kind, order)
+                return packed.view(count, -1, *packed.shape[1:])
             return block_formats.lay_out(blocks, tensor.kind, self._orders.of(tensor.name, tensor.shape))
         except ValueError as error:
             raise UnsupportedModelError(f"model {self._file.name}: {tensor.name}: {error}") from error

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lookahead.kernels import block_formats
-from lookahead.kernels.packed_product import PackedWeight
-from lookahead.loading.quantized_products import multiply, packed_weight
+from lookahead.kernels.jobs import Job, run
+from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
+from lookahead.loading.quantized_products import packed_weight, rows_for
 
 PARAMETERS = "gate_up_proj", "down_proj"
 PARTS = "gate", "up", "down"
 _EXPERTS, _SIZE = 3, 8  # of the small experts that show what their class does
+_TOGETHER = 1024  # tokens whose rows are multiplied by each expert at a time, which bounds memory
 
 
 class QuantizedExperts(nn.Module):
@@ -64,21 +66,26 @@ class QuantizedExperts(nn.Module):
 
         Results are added in the order of `top_k_index`, in float32, and rounded before that if the factors are.
         """
-        results = hidden_states.new_zeros(*top_k_index.shape, self.hidden_dim)
-        for expert in top_k_index.unique().tolist():
-            if expert < self.num_experts:  # else of another process
-                tokens, places = torch.where(top_k_index == expert)
-                rows = hidden_states[tokens]
-                inner = self.act_fn(self._product(0, expert, rows)) * self._product(1, expert, rows)
-                results[tokens, places] = self._product(2, expert, inner)
-        out = torch.zeros_like(hidden_states, dtype=torch.float32)
-        for result, factor in zip(results.unbind(1), top_k_weights.unbind(1), strict=True):
-            out += result * factor[:, None]
-        return out.to(hidden_states.dtype)
+        parts = (some.split(_TOGETHER) for some in (hidden_states, top_k_index, top_k_weights))
+        return torch.cat([self._sums(*some) for some in zip(*parts, strict=True)])
 
-    def _product(self, part: int, expert: int, x: Tensor) -> Tensor:
-        blocks = self.get_parameter(f"{PARTS[part]}_blocks")[expert]
-        return multiply(x, blocks, self.kinds[part], self._sizes()[part][0])
+    def _sums(self, hidden: Tensor, indices: Tensor, factors: Tensor) -> Tensor:
+        """The results of some tokens, whose rows are grouped by experts: each is read once for all its rows."""
+        experts, order = indices.flatten().sort(stable=True)
+        used, counts = experts.unique_consecutive(return_counts=True)
+        chosen = torch.stack((used, counts.cumsum(0) - counts, counts), 1)[used < self.num_experts]  # of this process
+        rows = rows_for(self.get_parameter("gate_blocks"), self.kinds[0], hidden)[order // indices.shape[1]]
+        weights, sizes = self.weights(), [(len(rows), outputs) for outputs, _ in self._sizes()]
+        gate, up, down = (rows.new_zeros(size) for size in sizes)
+        run(*(job for at, out in enumerate((gate, up)) for job in self._product(weights[at], rows, out, chosen)))
+        run(*self._product(weights[2], self.act_fn(gate) * up, down, chosen))
+        out, places = torch.zeros_like(hidden, dtype=torch.float32), order.argsort().view_as(indices)
+        for place, factor in zip(places.unbind(1), factors.unbind(1), strict=True):
+            out += down[place].to(hidden.dtype) * factor[:, None]
+        return out.to(hidden.dtype)
+
+    def _product(self, weight: PackedWeight, rows: Tensor, out: Tensor, chosen: Tensor) -> list[Job]:
+        return product([weight], rows, [None], [out], prepared_rows([weight], len(rows)), chosen)
 
 
 def are_gated(experts: nn.Module) -> bool:

@@ -36,6 +36,17 @@ def multiply(x: Tensor, weight: Tensor, kind: str, outputs: int, bias: Tensor | 
         bias: Added to each row; None for none.
 
     Raises:
+        UnsupportedModelError: See `rows_for`.
+    """
+    rows = rows_for(weight, kind, x)
+    own = None if bias is None else bias.to(rows.dtype)
+    return packed_product.multiply(packed_weight(weight, kind, outputs), rows, own).to(x.dtype)
+
+
+def rows_for(weight: Tensor, kind: str, x: Tensor) -> Tensor:
+    """Rows in a dtype that the kernels of a quantized weight accept.
+
+    Raises:
         UnsupportedModelError: A tensor is not on a CPU, or the rows need a gradient.
     """
     weights = f"weights of {FORMATS[kind].group.bits} bits"
@@ -43,6 +54,4 @@ def multiply(x: Tensor, weight: Tensor, kind: str, outputs: int, bias: Tensor | 
         raise UnsupportedModelError(f"{weights} are multiplied on a CPU, got a tensor on {x.device}")
     if torch.is_grad_enabled() and x.requires_grad:
         raise UnsupportedModelError(f"{weights} have no gradient; call the model within torch.no_grad()")
-    rows = x if x.dtype in DTYPES else x.float()
-    own = None if bias is None else bias.to(rows.dtype)
-    return packed_product.multiply(packed_weight(weight, kind, outputs), rows, own).to(x.dtype)
+    return x if x.dtype in DTYPES else x.float()
