@@ -35,6 +35,10 @@ from lookahead.utils.addresses import array_at
 AS_ROWS, AS_COLUMNS, PACKED = range(3)
 """Layouts: the inputs of an output side by side, the outputs of an input side by side, and panels."""
 _TOGETHER = 8  # panels of a part of a job
+MOST_CHOSEN = 64  # experts of a token, up to which sums have the levels of `_add_results`
+_LEVEL = 16  # results whose sum is added to that of the earlier ones; torch adds as many rows
+_SIDE_BY_SIDE = 32  # numbers of a result that torch adds in order; of the last ones, every fourth
+_PARTIALS = 4
 _tile: Any = tile_of(2, "sums", range(1, MOST_ROWS + 1))
 
 
@@ -123,11 +127,11 @@ def combine(
     shared: Tensor | None = None,
     shares: Tensor | None = None,
 ) -> Job:
-    """A job that adds the weighted results of the experts of each token, in the order in which they were chosen.
+    """A job that adds the weighted results of the experts of each token, in the order of torch's `sum` over them.
 
     Args:
         rows: `[rows, size]`, the results, bfloat16 or float32.
-        factors: float32 `[tokens, chosen]`.
+        factors: float32 `[tokens, chosen]`; at most `MOST_CHOSEN` experts.
         places: int64 `[tokens, chosen]`: the row of each result.
         out: `[tokens, size]`, of the dtype of the rows.
         is_wide: Whether weighted results are not rounded before they are added.
@@ -252,6 +256,47 @@ def _gather_rows(address: Any) -> None:
 
 
 @jit_part
+def _add_weighted(result, factor, is_wide, sums):
+    """Add the numbers of a weighted result to as many sums."""
+    if is_wide:
+        for i in range(len(sums)):
+            sums[i] += widen(result[i]) * factor
+    else:
+        for i in range(len(sums)):
+            sums[i] += widen(narrow(widen(result[i]) * factor, result[i]))
+
+
+@jit_part
+def _add_to(sums, others):
+    for i in range(len(sums)):
+        sums[i] += others[i]
+
+
+@jit_part
+def _add_results(results, factors, places, is_wide, line, later):
+    """Add the weighted results of a token in the order of torch's `sum`; `later` is memory for partial sums.
+
+    Most numbers are added as they were chosen, with levels. The last ones, fewer than torch takes side by side, have a
+    partial sum of every fourth result; what is left after whole fours comes to the first partial sum.
+    """
+    size, count = len(line), len(places)
+    whole, fours = size // _SIDE_BY_SIDE * _SIDE_BY_SIDE, count // _PARTIALS * _PARTIALS
+    sums, levels, rest = line[:whole], later[0, :whole], later[:, whole:]
+    line[:], later[:] = 0.0, 0.0
+    for choice in range(count):
+        result, factor = results[places[choice]], factors[choice]
+        _add_weighted(result, factor, is_wide, sums)
+        if choice % _LEVEL == _LEVEL - 1:
+            _add_to(levels, sums)
+            sums[:] = 0.0
+        if whole < size:
+            _add_weighted(result[whole:], factor, is_wide, rest[choice % _PARTIALS if choice < fours else 0])
+    _add_to(sums, levels)
+    for partial in range(_PARTIALS):
+        _add_to(line[whole:], rest[partial])
+
+
+@jit_part
 def _combine(address, number):
     """Weigh and add the results of a token at a time."""
     numbers = array_at(address, (12,), np.int64)
@@ -262,15 +307,10 @@ def _combine(address, number):
     )
     results, out = array_at(rows_at, (tokens * chosen, size), number), array_at(out_at, (tokens, size), number)
     shared, shares = array_at(shared_at, (tokens, size), number), array_at(shares_at, (tokens,), np.float32)
-    line = np.empty(size, np.float32)
+    line, later = np.empty(size, np.float32), np.empty((_PARTIALS, size), np.float32)
     token = claim_part(address)
     while token < tokens:
-        line[:] = 0.0
-        for choice in range(chosen):
-            result, factor = results[places[token, choice]], factors[token, choice]
-            for i in range(size):
-                weighted = widen(result[i]) * factor
-                line[i] += weighted if is_wide else widen(narrow(weighted, result[i]))
+        _add_results(results, factors[token], places[token], is_wide, line, later)
         for i in range(size):
             out[token, i] = narrow(line[i], out[token, 0])
         share = shares[token] if shares_at else np.float32(1.0)

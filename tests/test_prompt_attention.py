@@ -14,7 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookahead.backend.choice import backend_for
 from lookahead.backend.cpu import exact_attention
-from lookahead.backend.cpu.exact_attention import _cancelling, attend_prompts, has_bits_of_prompts
+from lookahead.backend.cpu.attention_inputs import cancelling
+from lookahead.backend.cpu.exact_attention import attend_prompts, has_bits_of_prompts
 from lookahead.kernels import prompt_attention
 from lookahead.kernels.prompt_attention import FEWEST, tokens_alike
 from lookahead.model.known_code import arithmetic_flags
@@ -56,7 +57,7 @@ def test_a_prompt_of_any_length_has_the_bits_of_torch(width):
      (589, 600), (604, 784), (703, 1000), (780, 1300)],
 )  # fmt: skip
 def test_two_texts_that_begin_alike_share_the_bits_that_are_promised(size, other):
-    for query, keys, values in _cancelling(torch.bfloat16, 2, 2, 64, (other,)):
+    for query, keys, values in cancelling(torch.bfloat16, 2, 2, 64, (other,)):
         tensors = [each[0].transpose(0, 1) for each in (query, keys, values)]
         short, long = by_torch(*(each[:size] for each in tensors)), by_torch(*tensors)
         for shared in {size // 2, size}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookahead.backend.cpu import exact_attention
-from lookahead.backend.cpu.exact_attention import (
-    PerNodeAttention,
-    attend_per_node,
-    few_weights,
-    has_bits_of_sdpa,
-    takes_rows,
-)
+from lookahead.backend.cpu.attention_inputs import few_weights, many_weights
+from lookahead.backend.cpu.exact_attention import PerNodeAttention, attend_per_node, has_bits_of_sdpa, takes_rows
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import row_attention, team
 from lookahead.kernels.microkernel import LANES
@@ -298,13 +294,25 @@ def test_the_sum_of_weights_has_the_last_bit_of_torch(before):
         assert len(expected.unique()) == 2, "no output is next to the middle of two numbers"
 
 
+def test_sums_of_many_weights_have_the_last_bit_of_torch():
+    near = []
+    for one, keys, values in many_weights():
+        if not row_attention.is_supported(one, keys, values):
+            pytest.skip("the kernel is for CPUs without AMX")
+        expected = scaled_dot_product_attention(one, keys, values)[0, :, 0]
+        slots = (part[0].transpose(0, 1).contiguous() for part in (one, keys, values))
+        assert torch.equal(by_rows(*slots, TokenTree.root(0), keys.shape[2] - 1)[0], expected)
+        near += [len(row.unique()) == 2 for row in expected]
+    assert np.mean(near) > 0.5, "few outputs are next to the middle of two numbers"
+
+
 def test_the_device_and_the_type_that_a_user_sets_do_not_change_what_is_compared():
-    expected = [torch.cat([part.flatten() for part in parts]) for parts in few_weights()]
+    expected = [torch.cat([part.flatten() for part in parts]) for parts in chain(few_weights(), many_weights())]
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            got = [torch.cat([part.flatten() for part in parts]) for parts in few_weights()]
+            got = [torch.cat([part.flatten() for part in parts]) for parts in chain(few_weights(), many_weights())]
     finally:
         torch.set_default_dtype(before)
     assert all(map(torch.equal, got, expected))

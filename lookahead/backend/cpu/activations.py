@@ -26,6 +26,8 @@ _FORMULAS: dict[Any, int] = {
 }
 ACTIVATIONS = frozenset(_FORMULAS)
 """The classes of activations that have a formula in float32."""
+VECTORS = 64
+"""Numbers that torch computes by the same vectors wherever such a block begins; those after it one by one."""
 
 
 def has_formula(activation: Any) -> bool:

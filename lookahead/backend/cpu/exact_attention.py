@@ -8,7 +8,7 @@ the call that the model would make for one token. Prompts attend as the model wo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 
+from lookahead.backend.cpu.attention_inputs import cancelling, few_weights, many_weights
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import prompt_attention, row_attention
 from lookahead.kernels.microkernel import LANES
@@ -32,12 +33,8 @@ MAX_ROWS = 32  # rows of a product; up to this number half precision was seen to
 # Upper limit of non-root query elements times slots, below which the per-node kernel within one call for all layers is
 # faster than masked attention in separate calls, if bits do not matter. With 16 lanes it always is.
 MAX_KERNEL_PRODUCTS = sys.maxsize if LANES == 16 else 12 << 20
-_LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # numbers of keys for which attention is compared with SDPA
 _BY_OWN = {"cache", "position_bias", "softcap"}  # options that only the model's own function serves
-_PROMPTS = (200, 770, 1279)  # likewise, of prompts
-# Scores times 2 ** 15. Their exponentials are so near the middle of two numbers that functions of float32 round them
-# otherwise than those of float64, which changes the sum of weights.
-_BETWEEN = (-25757, -30663, -30955, -37541, -45145)
+_PROMPTS = (200, 770, 1279)  # numbers of tokens of prompts that are compared with SDPA
 
 
 class PerNodeAttention:
@@ -90,7 +87,7 @@ def has_bits_of_sdpa(dim: int, groups: int, flags: tuple[Any, ...] = ()) -> bool
     `groups` are query heads per KV head. `flags` are torch's settings, which choose its kernel.
     """
     nodes = torch.zeros(1, 2, 1, dtype=torch.int64, device="cpu")
-    for one, keys, values in chain(_cancelling(torch.bfloat16, 2 * groups, 2, dim), few_weights()):
+    for one, keys, values in chain(cancelling(torch.bfloat16, 2 * groups, 2, dim), few_weights(), many_weights()):
         if not row_attention.is_supported(one, keys, values):
             return False
         alone = scaled_dot_product_attention(one, keys, values, enable_gqa=True)
@@ -112,7 +109,7 @@ def has_bits_of_prompts(dim: int, flags: tuple[Any, ...] = ()) -> bool:
     """
     if not has_bits_of_sdpa(dim, 1, flags):
         return False
-    for query, keys, values in _cancelling(torch.bfloat16, 2, 2, dim, _PROMPTS):
+    for query, keys, values in cancelling(torch.bfloat16, 2, 2, dim, _PROMPTS):
         length = query.shape[2]
         seen = torch.ones(length, length, dtype=torch.bool, device="cpu").tril()
         for start in (0, length % 200):
@@ -138,62 +135,13 @@ def has_bits_behind_windows(dim: int, groups: int, flags: tuple[Any, ...] = ()) 
         return False
     module: Any = nn.Module()
     module.num_key_value_groups, module.is_causal = groups, True
-    for one, keys, values in _cancelling(torch.bfloat16, 2 * groups, 2, dim):
+    for one, keys, values in cancelling(torch.bfloat16, 2 * groups, 2, dim):
         alone = scaled_dot_product_attention(one, keys, values, enable_gqa=True)
         seen = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool, device="cpu")
         masked = sdpa()(module, one, keys, values, seen)[0]
         if not torch.equal(masked[0, 0], alone[0, :, 0]):
             return False
     return True
-
-
-def _cancelling(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, prompts: Sequence[int] = ()
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Single queries `[1, heads, 1, dim]`, keys and values `[1, kv_heads, length, dim]` for every length.
-
-    The scores, or the values, nearly cancel, which reveals any other order of sums. `prompts` are lengths of prompts,
-    of which every token has a query.
-    """
-    source = torch.Generator().manual_seed(0)
-    for length in prompts or _LENGTHS:
-        query, key, value = (
-            torch.randn(1, count, rows, dim, generator=source, dtype=torch.float32, device="cpu")
-            for count, rows in ((heads, length if prompts else 1), (kv_heads, length), (kv_heads, length))
-        )
-        half = dim // 2
-        # The remaining scores are near 1.
-        near = torch.cat([key[..., :half], key[..., :half]], 3) * 2**11
-        far = torch.cat([query[..., :half], -query[..., :half]], 3) * 2**11
-        pairs = value.clone()
-        pairs[:, :, 1::2] = -pairs[:, :, : length // 2 * 2 : 2]
-        same = key.clone()
-        same[:, :, 1::2] = same[:, :, : length // 2 * 2 : 2]
-        # Shuffled, because an order that starts with neighbours would lose nothing of adjacent pairs.
-        places = torch.randperm(length, generator=source, device="cpu")
-        same, pairs = same[:, :, places], pairs[:, :, places]
-        for each in ((query, key, value), (far, near, value), (query, same, pairs)):
-            one, keys, values = (tensor.to(dtype) for tensor in each)
-            yield one, keys, values
-
-
-def few_weights() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Single queries, and few keys and values, whose outputs are next to the middle of two numbers of bfloat16.
-
-    So these show the last bit of the sum of weights, and with it how the exponentials of single numbers are rounded.
-    """
-    exact: Any = {"dtype": torch.float64, "device": "cpu"}  # a user may have set others
-    for between in _BETWEEN:
-        scores = torch.tensor([0, between / 2**15, *(-1.5 - 2 * at for at in range(6))], **exact)
-        query, keys, values = (torch.zeros(size, **exact) for size in ((1, 1, 1, 64), (1, 1, 8, 64), (8, 64)))
-        query[..., :2] = 8.0  # the root of 64, as scores are divided by it
-        keys[0, 0, :, 0] = scores.bfloat16()
-        keys[0, 0, :, 1] = scores - keys[0, 0, :, 0]
-        weights = scores.exp().bfloat16().double()
-        aims = (1 + 2**-8) * scores.exp().sum() * (1 + torch.arange(-32, 32, **exact) * 2**-26)
-        for key, weight in enumerate(weights):
-            values[key] = ((aims - weights @ values) / weight).bfloat16()
-        yield query.bfloat16(), keys.bfloat16(), values.bfloat16()[None, None]
 
 
 @lru_cache(maxsize=64)
@@ -205,7 +153,7 @@ def _has_bits_of_shared_heads(dtype: torch.dtype, heads: int, kv_heads: int, dim
     2.8 has another attention kernel for the latter. Without flash attention, CPUs with AMX add products in an order
     that depends on the alignment of a matrix.
     """
-    for query, keys, values in _cancelling(dtype, heads, kv_heads, dim):
+    for query, keys, values in cancelling(dtype, heads, kv_heads, dim):
         slots = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (keys, values))
         expected = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
         if not torch.equal(scaled_dot_product_attention(*_by_kv_head(query, *slots)).view_as(expected), expected):

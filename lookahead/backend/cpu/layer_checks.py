@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lookahead.backend.cpu.activations import activation_of
+from lookahead.backend.cpu.activations import VECTORS, activation_of
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer, LayerJobs
 from lookahead.backend.cpu.routing import Routing, called
 from lookahead.errors import with_place
-from lookahead.kernels import layer_ops, norm_rows
+from lookahead.kernels import experts, layer_ops, norm_rows
 from lookahead.kernels.jobs import run
 from lookahead.model.facts import experts_name
 from lookahead.model.families.operations import ClampedGlu, Experts, Mlp, Product
@@ -27,6 +27,7 @@ Fused = Callable[..., Tensor]
 
 _ROWS, _ROUNDINGS = 32, 8  # rows whose sums, and whose results are compared
 _TOLERANCE = 1e-4  # in float32, relative to the largest output
+_OCTAVES = 4  # range of added results of experts in powers of two either way
 
 _log = logging.getLogger(__name__)
 _probed: dict[Any, bool] = {}
@@ -123,9 +124,23 @@ def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
         _log.warning("layers of %s are not fused: %s", type(layer.module).__name__, with_place(error))
         return False
     if dtype == torch.bfloat16:
-        kinds = {type(activation) for activation in layer.activations if isinstance(activation, nn.Module)}
-        return all(torch.equal(*pair) for pair in pairs) and all(map(keeps_activation, kinds))  # type: ignore[arg-type]
+        kinds: set[Any] = {type(activation) for activation in layer.activations if isinstance(activation, nn.Module)}
+        has_rest, part = any(width % VECTORS for width in _widths_of(layer)), layer.experts
+        return (
+            all(torch.equal(*pair) for pair in pairs)
+            and all(keeps_activation(kind, has_rest=has_rest) for kind in kinds)
+            and (part is None or keeps_sums(part.chosen, part.sizes[2], is_wide=part.is_wide))
+        )
     return all(bool((own - ours).abs().max() <= _TOLERANCE * own.abs().max()) for own, ours in pairs)
+
+
+def _widths_of(layer: DeclaredLayer) -> Iterator[int]:
+    """How many numbers of a token are activated at once."""
+    mixers = [part.mixer for part in layer.residuals]
+    if layer.experts is not None:
+        yield layer.experts.sizes[1]
+        mixers += [layer.experts.shared] if layer.experts.shared else []
+    yield from (mixer.gate.outputs for mixer in mixers if isinstance(mixer, Mlp))
 
 
 def _needs_no_positions(layer: DeclaredLayer) -> bool:
@@ -201,10 +216,36 @@ def _keeps_moments(x: Tensor, source: torch.Generator) -> bool:
 
 @lru_cache(maxsize=8)
 @torch.inference_mode()
-def keeps_activation(kind: Any) -> bool:
-    """Whether the kernel has torch's bits for every bfloat16 value."""
+def keeps_activation(kind: Any, *, has_rest: bool = False) -> bool:
+    """Whether the kernel has torch's bits for every bfloat16 value.
+
+    `has_rest` says that rows have numbers after whole blocks of vectors, which torch computes one by one.
+    """
     x = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
     module = kind()
-    own, fused = module(x), x.clone()
+    fused, own = x.clone(), [module(x)]
+    if has_rest:
+        own.append(torch.cat([module(part) for part in x.split(VECTORS // 2 - 1)]))
     run(layer_ops.gating(fused, torch.ones_like(x), *activation_of(module, x.dtype)))
-    return torch.equal(own.isnan(), fused.isnan()) and torch.equal(own.nan_to_num(0), fused.nan_to_num(0))
+    return all(
+        torch.equal(each.isnan(), fused.isnan()) and torch.equal(each.nan_to_num(0), fused.nan_to_num(0))
+        for each in own
+    )
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode()
+def keeps_sums(chosen: int, size: int, *, is_wide: bool) -> bool:
+    """Whether the kernel adds results of experts in torch's order, which sums that nearly cancel show."""
+    source = torch.Generator().manual_seed(0)
+    octaves = torch.randint(-_OCTAVES, _OCTAVES + 1, (chosen, size), generator=source, device="cpu")
+    results = (_random(source, chosen, size) * 2.0**octaves).bfloat16()
+    factors = torch.rand(chosen, generator=source, dtype=torch.float32, device="cpu")
+    factors = factors if is_wide else factors.bfloat16()
+    for last in {chosen // 2, chosen - 1} - {0}:
+        results[last] = 0
+        results[last] = (-(results * factors[:, None]).double().sum(0) / factors[last]).bfloat16()
+    out, places = torch.empty_like(results[:1]), torch.arange(chosen, device="cpu")[None]
+    run(experts.combine(results, factors.float()[None], places, out, is_wide=is_wide))
+    own = (results * factors[:, None]).view(1, chosen, size).sum(1).bfloat16()
+    return torch.equal(own, out)

@@ -36,7 +36,7 @@ class MixtureWeights(NamedTuple):
 def multiplies(part: Experts) -> bool:
     """Whether the kernels multiply by the weights of a mixture, in half precision with the bits of single rows."""
     router = part.router._parameters["weight"]
-    if not (part.has_wide_router or packed_product.is_supported(router)):
+    if part.chosen > experts.MOST_CHOSEN or not (part.has_wide_router or packed_product.is_supported(router)):
         return False
     if part.is_quantized:
         return router.dtype in (torch.float32, torch.bfloat16)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lookahead.backend.cpu.exact_attention import MAX_ROWS
+from lookahead.backend.cpu.mixer_checks import keeps_last_bits
 from lookahead.backend.cpu.tree_mixers import TreeMixer, samples_of
 from lookahead.backend.protocol import Backend, BitPolicy
 from lookahead.drafting.tree import IntArray, TokenTree
@@ -54,7 +55,9 @@ def mixing_of(make: Callable[[Mixing], Any], mixers: Iterable[TreeMixer], vocabu
     if samples:
         backend = make(Mixing(by_kernels=True))
         with backend.serving():
-            if all(_kernels_agree(backend, mixer, is_half) for mixer in samples):
+            if all(_kernels_agree(backend, mixer, is_half) for mixer in samples) and (
+                not is_half or all(map(keeps_last_bits, samples))
+            ):
                 return Mixing(by_kernels=True)
     return Mixing(most=_nodes_of_call(make, vocabulary) if is_half else 1)
 

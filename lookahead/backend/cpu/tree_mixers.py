@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
 
+from lookahead.backend.cpu.activations import VECTORS
 from lookahead.backend.cpu.cpu_pass import thread
 from lookahead.backend.protocol import BitPolicy
 from lookahead.drafting.tree import IntArray
@@ -35,7 +36,6 @@ from lookahead.model.state_scope import mixers_of
 
 _CONV, _RECURRENT = ("conv", 0), ("recurrent", 0)
 _DTYPES = torch.float32, torch.bfloat16
-_VECTORS = 64  # numbers; torch computes them by the same vectors wherever such a block begins
 _SETTINGS = bool, int, float, str  # types of what decides how a module computes
 _SERIAL = 1 << 15  # numbers that torch computes on one thread
 
@@ -162,7 +162,7 @@ def _takes_scans(module: Any) -> bool:
     return (
         weight.dtype in STATE_DTYPES
         and module.head_dim % STATE_COLUMNS == 0
-        and module.intermediate_size % _VECTORS == module.ssm_state_size % 2 == 0
+        and module.intermediate_size % VECTORS == module.ssm_state_size % 2 == 0
         and module.activation in ("silu", "swish")
         and _is_plain(module.norm)
         and all(type(one) is nn.Parameter and one.dtype == weight.dtype for one in (module.norm.weight, *own))
@@ -240,7 +240,7 @@ def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor, is_alone: bool) ->
     """
     if not is_alone:
         return function(x)
-    rows = 1 if x.shape[1] % _VECTORS else max(1, _SERIAL // x.shape[1])
+    rows = 1 if x.shape[1] % VECTORS else max(1, _SERIAL // x.shape[1])
     return function(x) if len(x) <= rows else torch.cat([function(part) for part in x.split(rows)])
 
 
@@ -260,7 +260,7 @@ def _scan(
     mixed_in = mixed_in.clone(memory_format=torch.contiguous_format)  # its buffer is overwritten by the next layer
     steps = (steps + module.dt_bias).flatten()
     # The layer computes every step once for each number of a head, by whole vectors.
-    steps = softplus(pad(steps, (0, -len(steps) % _VECTORS)))[: len(steps)].float().view(len(out), -1)
+    steps = softplus(pad(steps, (0, -len(steps) % VECTORS)))[: len(steps)].float().view(len(out), -1)
     decays = (-module.A_log.float().exp() * steps).exp()
     mixed, gates = torch.empty_like(mixed_in), _by_rows(silu, gate.float(), is_alone)
     results, parts, layer = torch.zeros_like(gates), _parts(firsts, cache), cache.layers[mixer.at]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lookahead.model.families.family import Family
+from lookahead.model.families.mixtures import sigmoid_of_rows
 from lookahead.model.families.modules import attention, gated
 from lookahead.model.families.operations import Called, Experts, Norm, Residual, Rope, SelfAttention
 
@@ -34,7 +35,7 @@ def _likeliest(logits: Tensor, router: Any) -> tuple[Tensor, Tensor]:
 
 
 def _corrected(logits: Tensor, router: Any) -> tuple[Tensor, Tensor]:
-    scores = logits.sigmoid()
+    scores = sigmoid_of_rows(logits)
     choice = scores + router.e_score_correction_bias
     values = choice.unflatten(1, (router.num_group, -1)).topk(2, dim=-1)[0].sum(dim=-1)
     choice = _of_groups(choice, values, router, float("-inf"))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lookahead.model.families.family import Family
-from lookahead.model.families.mixtures import shared_mixture
+from lookahead.model.families.mixtures import shared_mixture, sigmoid_of_rows
 from lookahead.model.families.modules import attention, gated, recurrence, whole
 from lookahead.model.families.operations import (
     PLUS_ONE,
@@ -65,7 +65,7 @@ def _lfm2(layer: Any) -> tuple[Residual, ...]:
 
 def _corrected(logits: Tensor, mixture: Any) -> tuple[Tensor, Tensor]:
     router = mixture.gate
-    factors = torch.stack([row.sigmoid() for row in logits])  # with the bits of each row alone
+    factors = sigmoid_of_rows(logits)
     choice = factors + mixture.expert_bias if router.use_expert_bias else factors
     indices = torch.topk(choice, k=router.top_k, dim=-1)[1]
     factors = factors.gather(1, indices)

@@ -33,6 +33,14 @@ def _likeliest(logits: Tensor, count: int, *, is_normed: bool, is_rounded: bool)
     return factors.to(logits.dtype) if is_rounded else factors, indices
 
 
+def sigmoid_of_rows(logits: Tensor) -> Tensor:
+    """The sigmoid of logits `[tokens, experts]`, with the bits of each row alone.
+
+    Torch computes the last numbers of a tensor, fewer than two of its vectors hold, one by one, by other code.
+    """
+    return torch.stack([row.sigmoid() for row in logits])
+
+
 def softmax_of_largest(logits: Tensor, count: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """The experts with the largest logits, and their probabilities among each other, computed in a dtype."""
     largest, indices = torch.topk(logits.to(dtype or logits.dtype), count, dim=-1)
