@@ -42,7 +42,16 @@ def test_in_float32_passes_are_one_call_with_the_tokens_of_generate(name, calls)
     "name",
     [
         *("Gemma3", "Gemma4", "GPTNeoX", "Olmo3", "Granite", "Qwen2Moe", "Qwen3Moe", "Glm4", "Lfm2", "Qwen3_5"),
-        *("GraniteMoeHybrid-Mamba", "DeepseekV3", "Glm4Moe", "Phi", "Lfm2Moe", "HunYuanMoEV1", "Ministral3"),
+        *(
+            "GraniteMoeHybrid-Mamba",
+            "DeepseekV3",
+            "Glm4Moe",
+            "Phi",
+            "Lfm2Moe",
+            "HunYuanMoEV1",
+            "Ministral3",
+            "NemotronH",
+        ),
     ],
 )
 def test_sampled_tokens_are_those_of_generate(name):
@@ -65,6 +74,7 @@ def test_sampled_tokens_are_those_of_generate(name):
         "Lfm2",
         "Qwen3Next",
         *("GraniteMoeHybrid-Mamba", "DeepseekV3", "Glm4Moe", "StableLm-parallel", "Lfm2Moe", "Ministral3"),
+        "NemotronH",
     ],
 )
 def test_rows_of_other_lengths_get_the_tokens_of_generate(name, calls):

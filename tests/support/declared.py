@@ -69,6 +69,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32, "mamba_n_groups": 2,
         "position_embedding_type": "nope",
     },
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_num_heads": 8, "mamba_head_dim": 64,
+        "ssm_state_size": 32, "n_groups": 2,
+    },
     "Starcoder2": {"sliding_window": 16},
     "GPTNeoX": {
         "rope_parameters": PARTIAL, "head_dim": None,

@@ -103,6 +103,8 @@ def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
         if called and called.is_complex:
             positions = torch.complex(cos.float(), sin.float())
         own = type(layer.module).forward(layer.module, some, position_embeddings=positions, **more())
+        if not isinstance(own, Tensor):
+            raise TypeError(f"it returns a {type(own).__name__}, not hidden states")
         pairs.append((own, fused(layer, some, positions, **more())))
         if rope is not None:
             rotate = vars(sys.modules[layer.family.file])["apply_rotary_pos_emb"]
@@ -148,8 +150,8 @@ def _needs_no_positions(layer: DeclaredLayer) -> bool:
     part = layer.attention
     if part is None or part.rope is not None:
         return False
-    positions = signature(type(part.module).forward).parameters["position_embeddings"]
-    return positions.default is None
+    positions = signature(type(part.module).forward).parameters.get("position_embeddings")
+    return positions is None or positions.default is None
 
 
 def _more_inputs(layer: DeclaredLayer, source: torch.Generator, x: Tensor) -> Callable[[], dict[str, Any]]:

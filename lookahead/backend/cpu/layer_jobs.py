@@ -107,10 +107,9 @@ class DeclaredLayer:
 
     @property
     def index(self) -> int:
-        """The index of its cache layer."""
+        """Its number, and that of its cache layer."""
         part = self.attention or self.recurrence or self.called
-        assert part is not None
-        return int(part.module.layer_idx)
+        return int((part or self).module.layer_idx)
 
 
 class Attend(Protocol):

@@ -157,7 +157,7 @@ class WholePass:
             hidden = getattr(self._decoder, self._family.embedding)(tokens)
             if self._family.embedding_factor:
                 hidden = hidden * getattr(self._decoder, self._family.embedding_factor)
-            rotary = getattr(self._decoder, self._family.rotary)
+            rotary: Any = getattr(self._decoder, self._family.rotary, None)  # absent if no layer rotates
             positions = {
                 kind: rotary(hidden, at, kind) if kind else rotary(hidden, position_ids=at) for kind in self._ropes
             }

@@ -1,4 +1,4 @@
-"""Granite 3 and 4: factors around a layer like Llama's, with an MLP, experts, or both; Granite 4 also with Mamba-2."""
+"""Granite 3 and 4, factors around a layer like Llama's with an MLP, experts, or both; and Mamba-2, as in Nemotron-H."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ import torch
 
 from lookahead.model.families.family import Family
 from lookahead.model.families.mixtures import softmax_of_largest
-from lookahead.model.families.modules import attention, gated, gated_at_once, recurrence
-from lookahead.model.families.operations import Experts, Mlp, Norm, Recurrence, Residual, SelfAttention
+from lookahead.model.families.modules import attention, gated, gated_at_once, plain, recurrence
+from lookahead.model.families.operations import (
+    WIDE,
+    Experts,
+    Mixer,
+    Mlp,
+    Norm,
+    Recurrence,
+    Residual,
+    SelfAttention,
+    UndeclaredError,
+)
 
 
 def _layer(layer: Any, mixer: SelfAttention | Recurrence, feeding: Mlp | Experts) -> tuple[Residual, ...]:
@@ -42,14 +52,34 @@ def _granite_moe(layer: Any) -> tuple[Residual, ...]:
     return _layer(layer, attention(layer.self_attn), _mixture(layer))
 
 
+def _mamba(module: Any) -> Recurrence:
+    return recurrence(module, ("in_proj",), (), "out_proj", "cache_params", ("conv1d", "norm", "act"))
+
+
 def _granite_hybrid(layer: Any) -> tuple[Residual, ...]:
     if layer.self_attn is None:
-        mixer = recurrence(layer.mamba, ("in_proj",), (), "out_proj", "cache_params", ("conv1d", "norm", "act"))
-        return _layer(layer, mixer, _mixture(layer))
+        return _layer(layer, _mamba(layer.mamba), _mixture(layer))
     attended = attention(layer.self_attn)
     if layer.self_attn.config.position_embedding_type != "rope":
         attended = attended._replace(rope=None)
     return _layer(layer, attended, _mixture(layer))
+
+
+def _wide(module: Any) -> Norm:
+    return Norm(module, WIDE)
+
+
+def _nemotron_h(layer: Any) -> tuple[Residual, ...]:
+    mixer: Mixer
+    if layer.block_type == "linear_attention":
+        mixer = _mamba(layer.mixer)
+    elif layer.block_type == "full_attention":
+        mixer = attention(layer.mixer)._replace(rope=None)
+    elif layer.block_type == "mlp":
+        mixer = plain(layer.mixer)
+    else:
+        raise UndeclaredError("its experts have no gates")
+    return (Residual(mixer, _wide(layer.norm)),)
 
 
 _family = partial(Family, embedding_factor="embedding_multiplier", logits_divisor="logits_scaling")
@@ -58,4 +88,5 @@ FAMILIES = (
     _family("granitemoe", "GraniteMoe", _granite_moe),
     _family("granitemoeshared", "GraniteMoeShared", _granite_moe),
     _family("granitemoehybrid", "GraniteMoeHybrid", _granite_hybrid),
+    Family("nemotron_h", "NemotronH", _nemotron_h, _wide, kind="Block", embedding="embeddings", last_norm="norm_f"),
 )
