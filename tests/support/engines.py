@@ -9,7 +9,8 @@ from lookahead.decoding.plan import plan_request
 from lookahead.model.calls import ResolvedCall
 
 
-def engine_of(model: Any, *args: Any, lookahead_config: LookaheadConfig | None = None, **options: Any) -> Any:
+def engine_of(model: Any, prompts: Any = None, lookahead_config: LookaheadConfig | None = None, **options: Any) -> Any:
     """The engine of a call with these arguments, or transformers' loop."""
-    call = ResolvedCall.resolve(model, *args, **options)
+    prompts = options.pop("input_ids") if prompts is None else prompts
+    call = ResolvedCall.resolve(model, prompts, **options)
     return plan_request(call, lookahead_config).begin()
