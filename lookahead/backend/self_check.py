@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lookahead.backend.choice import backend_for
@@ -20,7 +17,7 @@ from lookahead.backend.cpu.product_bits import has_other_products
 from lookahead.backend.layer_probes import layers_with_solo_bits
 from lookahead.backend.probes import CHAIN, PROBES, TOLERANCE, TREE, agree, own_pass, step_logits
 from lookahead.backend.protocol import BitPolicy, Shape
-from lookahead.drafting.tree import IntArray, TokenTree
+from lookahead.drafting.tree import TokenTree
 from lookahead.errors import UnsupportedModelError, is_out_of_memory, with_place
 from lookahead.kernels.prompt_attention import tokens_alike
 from lookahead.kernels.weighted_sums import BLOCK
@@ -32,7 +29,7 @@ from lookahead.utils.kept_values import truth
 
 _SMALL_MODEL = 1 << 22  # parameters; up to this size several trees are compared
 _TRIALS = 8
-_LONGEST = 5  # depth of those trees
+_CHAIN = 4  # nodes of the chain in those trees; others branch off in turn
 _PACKED_SIZES = 3, 40, 9, 17  # tokens of prompts
 _BEHIND, _SHORTER = 20, 430  # tokens behind a block of keys, and of a text that begins alike
 _ROOT = np.zeros(1, np.int32)  # the path of the root alone, the last token of a prompt
@@ -211,15 +208,16 @@ def _has_bits_of_single_tokens(model: PreTrainedModel) -> bool:
 def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
     """Compare passes after a prompt of tokens that are `step` apart.
 
-    They are one over a tree, of which a chain and a branch of it are compared, and one over a token behind the branch.
+    They are one over a tree, of which a path is compared, with siblings before and behind it, and one over a token
+    behind the path.
     """
     vocabulary = decoder_vocabulary(model)
     prompt, plan = probe_text(model, step), plan_of(model)
-    chain, branches = np.arange(-1, _LONGEST).clip(0), np.arange(_LONGEST + 1, MAX_ROWS) % (_LONGEST + 1)
+    chain, branches = np.arange(-1, _CHAIN - 1).clip(0), np.arange(_CHAIN, MAX_ROWS) % _CHAIN
     nodes = np.arange(MAX_ROWS)
-    tokens = nodes // (_LONGEST + 1) + nodes % (_LONGEST + 1) * (MAX_ROWS // 4) + prompt[-1]  # siblings differ
+    tokens = nodes // _CHAIN + nodes % _CHAIN * (MAX_ROWS // 4) + prompt[-1]  # siblings differ
     tree = TokenTree.from_parents(tokens % vocabulary, [*chain, *branches])
-    branch, fork = MAX_ROWS - 1, int(tree.parents[-1])
+    path = _path_to(tree, MAX_ROWS - 2)
     make_inputs, past, inputs = kind_of(model).probe(model, prompt.tolist(), 1)
     own_read, plan.own_read = plan.own_read, None
     backend = CpuBackend(model, rows=1, capacity=64, make_inputs=make_inputs)
@@ -227,18 +225,13 @@ def _has_bits_after(model: PreTrainedModel, step: int) -> bool:
         backend.read([prompt])
         backend.cache.commit(0, _ROOT)
         scores = backend.score([tree], BitPolicy.SOLO)[0]
-        backend.cache.commit(0, np.array([*range(fork + 1), branch], np.int32))
+        backend.cache.commit(0, np.array(path, np.int32))
         behind = backend.score([TokenTree.root(int(prompt[0]))], BitPolicy.SOLO)[0, 0]
     if own_read is None:
         own_pass(model, prompt, past, 0, inputs)
     past = past if own_read is None else own_read
-    steps = [(tree.tokens[node : node + 1], node, scores[node]) for node in range(_LONGEST + 1)]
-    others = [(tree.tokens[branch:], fork + 1, scores[branch]), (prompt[:1], fork + 2, behind)]
-
-    def has_bits(past: Any, token: IntArray, depth: int, logits: Tensor) -> bool:
-        return torch.equal(own_pass(model, token, past, len(prompt) + depth, inputs), logits)
-
-    if not all(has_bits(past, *each) for each in steps[: fork + 1]):
-        return False
-    forked = deepcopy(past)
-    return all(has_bits(past, *each) for each in steps[fork + 1 :]) and all(has_bits(forked, *each) for each in others)
+    steps = [*((tree.tokens[node : node + 1], scores[node]) for node in path), (prompt[:1], behind)]
+    return all(
+        torch.equal(own_pass(model, token, past, len(prompt) + depth, inputs), logits)
+        for depth, (token, logits) in enumerate(steps)
+    )

@@ -37,7 +37,6 @@ _LONG_ROWS = 1024, 2500, 6000  # of products that are compared for long prompts
 _DIFFERENT = 256  # distinct outputs of the compared weight; the others repeat them
 _CANCELLING = 4  # inputs that cancel the remaining sum, one after the other
 _SCALES = 8  # different rows of a compared product; the others repeat them
-_KEPT = 8192  # outputs up to which torch's products are kept; those of an LM head would take tens of megabytes
 _OCTAVES = 3  # range of compared numbers in powers of two either way, so that sums of a few round too
 _BLOCKS = (1024, 512, 256, 2048)  # inputs of a block of sums, as CPUs choose them for one row
 
@@ -200,57 +199,67 @@ def keeps_thousands_of_rows(kind: Kind) -> bool:
 def rows_of(kind: Kind, layout: Layout) -> Rows:
     """Most rows whose bits stay the same in products with this kind of weight in a layout."""
     trials = range(max(1, _DIFFERENT // kind.shape[0]))  # few outputs seldom show another order
-    found = [_rows_of(kind, layout, seed) for seed in trials]
+    found = [_rows_of(kind, layout, trial) for trial in trials]
     return Rows(min(each.solo for each in found), min(each.batch for each in found))
 
 
-def _rows_of(kind: Kind, layout: Layout, seed: int) -> Rows:
-    own_products = _own_products if kind.shape[0] <= _KEPT else _own_products.__wrapped__
-    alone, together = own_products(kind, seed)
-    products = together
+def _rows_of(kind: Kind, layout: Layout, trial: int) -> Rows:
+    alone, together = _own_products(kind, trial)
+    products: Iterable[Tensor] = together
     if layout != Layout():
-        x, weight, bias = _cancelling(kind, MAX_ROWS, seed)
+        x, weight, bias = _cancelling(kind, MAX_ROWS, trial)
         other = lay_out(weight, layout)
-        products = [other.product(x[:rows], bias) for rows in ROWS]
+        products = (other.product(x[:rows], bias) for rows in ROWS)
     most = {"solo": 0, "batch": 0}
     for before, rows, own, product in zip((0, *ROWS), ROWS, together, products, strict=False):
         for name, expected in (("solo", alone[:rows]), ("batch", own)):
             if most[name] == before and torch.equal(product, expected):
                 most[name] = rows
+        if rows not in most.values():
+            break
     return Rows(**most)
 
 
 @lru_cache(maxsize=1)  # the layouts of a kind are compared one after the other
-def _own_products(kind: Kind, seed: int) -> tuple[Tensor, list[Tensor]]:
+def _own_products(kind: Kind, trial: int) -> tuple[Tensor, list[Tensor]]:
     """Torch's products of `_cancelling` rows: of each row alone, and of the first rows together by `ROWS`."""
-    x, weight, bias = _cancelling(kind, MAX_ROWS, seed)
+    x, weight, bias = _cancelling(kind, MAX_ROWS, trial)
     alone = torch.cat([by_torch(part, weight, bias) for part in x[:_SCALES].split(1)])
     return alone.repeat(MAX_ROWS // _SCALES, 1), [by_torch(x[:rows], weight, bias) for rows in ROWS]
 
 
-def _cancelling(kind: Kind, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cancelling(kind: Kind, rows: int, trial: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows `[rows, inputs]`, a weight and a bias whose sums nearly cancel: the remainder shows the order.
 
-    A bias is one of the numbers of a sum, so rows are not scaled if there is one.
+    A bias is one of the numbers of a sum, so rows are not scaled if there is one. Every trial of a weight with few
+    outputs has others.
     """
-    source = torch.Generator().manual_seed(seed)
     dtype, (outputs, inputs), has_bias, is_transposed, *_ = kind
     outputs = min(outputs, _OUTPUTS + outputs % _OUTPUTS)
-    few, row = (
-        torch.randn(n, inputs, generator=source, dtype=torch.float32, device="cpu")
-        * 2.0 ** torch.randint(-_OCTAVES, _OCTAVES + 1, (n, inputs), generator=source, device="cpu")
-        for n in (min(outputs, _DIFFERENT), 1)
-    )
-    few, row = few.to(dtype), row.to(dtype)
-    added = torch.randn(len(few), generator=source, dtype=torch.float32, device="cpu").to(dtype) * has_bias
-    for place in {inputs // n for n in range(2, 2 + _CANCELLING)}:
-        row[0, place], few[:, place] = 1, 0
-        few[:, place] = -(few.double() @ row[0].double() + added.double()).to(dtype)
+    row, few, added = _drawn(dtype, inputs, has_bias)
+    few, added = (part[trial * outputs :][:outputs] for part in (few, added))
     copies = -(-outputs // len(few))
     weight, bias = few.repeat(copies, 1)[:outputs], added.repeat(copies)[:outputs] if has_bias else None
     scales = 2.0 ** (torch.arange(rows, device="cpu") % _SCALES) if not has_bias else torch.ones(rows, device="cpu")
     x = row * scales.to(dtype)[:, None]
     return x, weight.T.contiguous().T if is_transposed else weight, bias
+
+
+@lru_cache(maxsize=2)  # kinds of products have few numbers of inputs
+def _drawn(dtype: torch.dtype, inputs: int, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """A row `[1, inputs]`, and `_DIFFERENT` outputs of a weight and a bias with which its sums nearly cancel."""
+    source = torch.Generator().manual_seed(0)
+    few, row = (
+        torch.randn(n, inputs, generator=source, dtype=torch.float32, device="cpu")
+        * 2.0 ** torch.randint(-_OCTAVES, _OCTAVES + 1, (n, inputs), generator=source, device="cpu")
+        for n in (_DIFFERENT, 1)
+    )
+    few, row = few.to(dtype).double(), row.to(dtype).double()
+    added = torch.randn(_DIFFERENT, generator=source, dtype=torch.float32, device="cpu").to(dtype) * has_bias
+    for place in {inputs // n for n in range(2, 2 + _CANCELLING)}:
+        row[0, place], few[:, place] = 1, 0
+        few[:, place] = -(few @ row[0] + added.double()).to(dtype).double()
+    return row.to(dtype), few.to(dtype), added
 
 
 def has_other_products(model: nn.Module, apart: Iterable[nn.Module] = ()) -> bool:
