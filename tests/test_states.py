@@ -81,7 +81,7 @@ def test_the_logits_of_every_node_are_those_of_reading_its_path_token_by_token(f
                 for node in range(size):
                     paths.append([*(paths[parents[node]] if node else []), node])
                     tokens = [*texts[row][len(prompts[row]) :], *tree.tokens[paths[-1]].tolist()]
-                    own = step_logits(model, prompts[row], tokens)
+                    [own] = step_logits(model, prompts[row], tokens)
                     torch.testing.assert_close(scores[row, node], own, rtol=1e-3, atol=1e-5 if is_double else 1e-3)
                 taken = paths[int(rng.integers(size))]
                 texts[row] += tree.tokens[taken].tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -74,13 +75,21 @@ def own_pass(model: Any, tokens: IntArray, past: Any, begin: int, inputs: Mappin
 
 
 @torch.inference_mode()
-def step_logits(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """The logits, `[vocab]`, after a prompt and tokens that the model reads one by one, as `generate` does."""
+def step_logits(model: PreTrainedModel, prompt: Sequence[int], *tails: Sequence[int]) -> list[Tensor]:
+    """The logits, `[vocab]`, after a prompt and each of some tails, whose tokens the model reads as `generate` does.
+
+    Tails share the passes over their common beginnings.
+    """
     past: Any = DynamicCache(config=model.config.get_text_config())
-    logits = own_pass(model, np.array(prompt, np.int32), past, 0)
-    for at, token in enumerate(tokens):
-        logits = own_pass(model, np.array([token], np.int32), past, len(prompt) + at)
-    return logits
+    known: dict[tuple[int, ...], tuple[Tensor, Any]] = {}
+    known[()] = own_pass(model, np.array(prompt, np.int32), past, 0), past
+    for tail in map(tuple, tails):
+        for at, token in enumerate(tail):
+            if tail[: at + 1] not in known:
+                past = deepcopy(known[tail[:at]][1])
+                logits = own_pass(model, np.array([token], np.int32), past, len(prompt) + at)
+                known[tail[: at + 1]] = logits, past
+    return [known[tuple(tail)][0] for tail in tails]
 
 
 def heeds_padding(model: PreTrainedModel) -> bool:
@@ -188,7 +197,12 @@ def scores_like_the_model(
     checks.append((texts[0], [*tree.tokens[path].tolist(), tokens[0], tokens[3]], third[0, 0]))
     # A pass over a whole text may compute differently from single tokens.
     if backend.cache.states or behind_own:
-        return all(agree(model, logits, step_logits(model, text, tail)) for text, tail, logits in checks)
+        for text in texts:
+            of_text = [(tail, logits) for own, tail, logits in checks if own is text]
+            expected = step_logits(model, text, *(tail for tail, _ in of_text))
+            if not all(agree(model, logits, own) for (_, logits), own in zip(of_text, expected, strict=True)):
+                return False
+        return True
     own = own_logits(model, [text + tail for text, tail, _ in checks], tokens)
     ends = (len(text + tail) - 1 for text, tail, _ in checks)
     return all(agree(model, check[2], own[row, end]) for row, (check, end) in enumerate(zip(checks, ends, strict=True)))

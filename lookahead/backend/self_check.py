@@ -59,7 +59,7 @@ def _kernels_agree(model: PreTrainedModel, shape: Shape) -> bool:
             backend.cache.commit(0, _ROOT)
             logits = backend.score([tree])[0, -2]
         path = [first, *(drafted[node] for node in _path_to(tree, len(drafted) - 2))]
-        if agree(model, logits, step_logits(model, path[:1], path[1:])):
+        if agree(model, logits, *step_logits(model, path[:1], path[1:])):
             return True
     except Exception as error:
         if is_out_of_memory(error):
