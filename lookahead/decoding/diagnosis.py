@@ -39,6 +39,7 @@ EXTRAS = {
     "gguf": "GGUF files, the default model's too",
     "grammar": "outputs that follow a grammar",
     "html": "the main text of web pages",
+    "images": "images in chats of a server",
     "ray": "lookahead summarize --ray",
     "remote": "documents at https and s3 URLs",
     "serve": "lookahead serve",
