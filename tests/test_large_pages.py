@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,30 +55,3 @@ def test_threads_get_memory_of_their_own() -> None:
         thread.join()
     places = sorted(tensor.data_ptr() for tensor in made)
     assert len(places) == 200 and all(after - before >= 400 for before, after in itertools.pairwise(places))
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without large pages")
-@pytest.mark.parametrize(("seconds", "flag"), [(-1.0, "nh"), (1e9, "hg")])
-def test_pages_stay_small_at_first_if_the_first_large_one_takes_long(
-    seconds: float, flag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(large_pages, "_MOST_SECONDS", seconds)
-    tensor = large_pages.zeros(1 << 23, dtype=torch.int8)
-    assert flag in flags_at(tensor.data_ptr()) and not tensor.any()
-    tensor.fill_(1)
-    following = large_pages.zeros(1 << 23, dtype=torch.int8)
-    assert "hg" in flags_at(tensor.data_ptr()) and flag in flags_at(following.data_ptr())
-    assert bool(tensor.all()) and not following.any()
-
-
-def flags_at(address: int) -> list[str]:
-    """What the system says of the memory at an address."""
-    is_there = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if "-" in first:
-            begin, end = (int(part, 16) for part in first.split("-"))
-            is_there = begin <= address < end
-        elif is_there and first == "VmFlags:":
-            return rest
-    raise AssertionError(f"nothing is at {address}")
