@@ -287,3 +287,18 @@ def test_a_layer_with_biases_is_compared_although_one_of_its_sizes_was_without(f
         before = len(layer_checks._probed)
         assert served(made("llama", **options))
         assert len(layer_checks._probed) == before + bool(options)
+
+
+class ReturnsMore(LlamaDecoderLayer):
+    """A layer of another release, which returns its attention weights too."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs), None
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=str)
+def test_a_layer_that_returns_more_than_hidden_states_runs_its_own_code(dtype: torch.dtype) -> None:
+    layer = fused_layers.find_fused(made(dtype=dtype)).layers[0]
+    assert layer_checks.is_right(layer, 0, fused_layers._fused)
+    layer.module.__class__ = ReturnsMore
+    assert not layer_checks.is_right(layer, 0, fused_layers._fused)
