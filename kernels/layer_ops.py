@@ -22,7 +22,7 @@ from lookahead.utils.addresses import array_at
 _F = np.float32
 _MAX_EXP_INPUT = _F(80.0)  # from here on SiLU returns its input
 _NORM, _ROTATION, _STORING, _COPYING = range(4)  # kinds of jobs
-SILU, GELU_TANH, TABLE, SIGMOID, GELU, RELU_SQUARED = range(6)
+SILU, GELU_TANH, TABLE, SIGMOID, GELU, RELU, RELU_SQUARED = range(7)
 """Activations: formulas, and a table of the results of all bfloat16 numbers."""
 _AT_ONCE = 1024  # numbers that are activated at a time, and the least for a part
 _HALF_ROOT, _ERF_SHARE = _F(0.7071067811865476), _F(0.3275911)
@@ -117,7 +117,7 @@ def gating(
     Args:
         gate: bfloat16 or float32; contiguous, or rows `[rows, size]` of any strides.
         up: Like `gate`, with its strides, or None.
-        kind: `SILU`, `GELU_TANH`, `GELU`, `SIGMOID`, `RELU_SQUARED` or `TABLE`.
+        kind: `SILU`, `GELU_TANH`, `GELU`, `SIGMOID`, `RELU`, `RELU_SQUARED` or `TABLE`.
         table: bfloat16 `[65536]`: the activation of the number with these bits, for a gate in bfloat16.
         out: Contiguous, of the shape of `gate`; if None, results replace the gate, which is contiguous.
         limit: Largest gate, and largest absolute value of `up`, to which 1 is added then; 0 for none.
@@ -273,6 +273,9 @@ def _activate(line, count, formula, limit, factor):
     if formula == GELU:
         for i in range(count):
             line[i] = _gelu(line[i])
+    elif formula == RELU:
+        for i in range(count):
+            line[i] = _F(0.0) if line[i] < _F(0.0) else line[i]
     elif formula == RELU_SQUARED:
         for i in range(count):
             line[i] = _F(0.0) if line[i] < _F(0.0) else line[i] * line[i]

@@ -47,11 +47,15 @@ def test_the_error_function_is_within_a_millionth():
     torch.testing.assert_close(out, activations.GELUActivation()(x), rtol=1e-5, atol=1e-6)
 
 
-def test_a_squared_relu_has_the_bits_of_torch():
+@pytest.mark.parametrize(
+    ("formula", "module"),
+    [(layer_ops.RELU, nn.ReLU()), (layer_ops.RELU_SQUARED, activations.ReLUSquaredActivation())],
+)
+def test_a_relu_has_the_bits_of_torch(formula, module):
     x = torch.cat([torch.linspace(-3, 3, 1001), torch.tensor([torch.inf, -torch.inf, -0.0, torch.nan])])
     out = x.clone()
-    run(layer_ops.gating(out, None, layer_ops.RELU_SQUARED))
-    assert torch.equal(out.view(torch.int32), activations.ReLUSquaredActivation()(x).view(torch.int32))
+    run(layer_ops.gating(out, None, formula))
+    assert torch.equal(out.view(torch.int32), module(x).view(torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF])

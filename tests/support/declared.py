@@ -82,6 +82,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "StableLm-parallel": {
         "rope_parameters": PARTIAL, "head_dim": None, "num_key_value_heads": 8, "use_parallel_residual": True,
     },
+    "GPT2": {"n_embd": 256, "n_layer": 3, "n_head": 8, "n_positions": 512, "scale_attn_by_inverse_layer_idx": True},
+    "GPTBigCode": {"n_embd": 256, "n_layer": 3, "n_head": 8, "n_positions": 512},
+    "GPTBigCode-heads": {"n_embd": 256, "n_layer": 3, "n_head": 8, "n_positions": 512, "multi_query": False},
+    "OPT": {"num_attention_heads": 4, "ffn_dim": 512, "word_embed_proj_dim": 256},
     "Cwm": WINDOWS,
     "Glm": {},
     "Glm4": {},
@@ -158,7 +162,8 @@ def made(name: str, dtype: torch.dtype = HALF, **options: Any) -> Any:
     config = getattr(transformers, f"{name}{text}Config")(**sizes)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        of_class = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+        model = getattr(transformers, f"{name}{of_class}")(config)
         for key, weight in model.named_parameters():
             if weight.dim() == 1 or key.endswith("bias"):
                 nn.init.normal_(weight, 0.5, 0.3)

@@ -22,6 +22,7 @@ _FORMULAS: dict[Any, int] = {
     activations.GELUTanh: layer_ops.GELU_TANH,
     activations.NewGELUActivation: layer_ops.GELU_TANH,
     activations.GELUActivation: layer_ops.GELU,
+    nn.ReLU: layer_ops.RELU,
     activations.ReLUSquaredActivation: layer_ops.RELU_SQUARED,
 }
 ACTIVATIONS = frozenset(_FORMULAS)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import Conv1D
 
 from lookahead.backend.cpu.activations import ACTIVATIONS, has_formula
 from lookahead.backend.cpu.cpu_pass import CpuPass, thread
@@ -55,7 +56,7 @@ from lookahead.model.known_code import (
 )
 
 _DTYPES = torch.float32, torch.bfloat16
-_KNOWN = {*ACTIVATIONS, nn.LayerNorm, nn.Linear, QuantizedExperts}  # classes besides those of a family's file
+_KNOWN = {*ACTIVATIONS, nn.LayerNorm, nn.Linear, Conv1D, QuantizedExperts}  # classes besides those of a family's file
 _OF_ATTENTION = "position_ids", "use_cache"  # what layers do not pass to recurrent modules
 
 
@@ -149,7 +150,7 @@ def _is_plain_norm(module: Any, ones: Tensor | None = None) -> bool:
 def _is_plain_linear(linear: Any) -> bool:
     # Products are called as modules whatever their weights, and overwritten: no hook may keep them.
     return (
-        type(linear) in (nn.Linear, QuantizedLinear)
+        type(linear) in (nn.Linear, Conv1D, QuantizedLinear)
         and not is_offloaded(linear)
         and not is_set_by_user(linear)
         and not (linear._forward_pre_hooks or linear._forward_hooks)

@@ -19,7 +19,7 @@ from lookahead.errors import with_place
 from lookahead.kernels import experts, layer_ops, norm_rows
 from lookahead.kernels.jobs import run
 from lookahead.model.facts import experts_name
-from lookahead.model.families.operations import ClampedGlu, Experts, Mlp, Product
+from lookahead.model.families.operations import ClampedGlu, Experts, Mlp, Product, sizes_of
 from lookahead.model.known_code import arithmetic_flags
 
 Fused = Callable[..., Tensor]
@@ -87,7 +87,7 @@ def _computes_the_same(layer: DeclaredLayer, fused: Fused) -> bool:
     rope, called = layer.rope, layer.called
     dim = called.angles if called else 2 if layer.attention is None else layer.attention.dim
     dtype, source = layer.norms[0].weight.dtype, torch.Generator().manual_seed(0)
-    size = len(layer.norms[0].weight) if called else layer.residuals[0].mixer.products[0].module.in_features
+    size = len(layer.norms[0].weight) if called else sizes_of(layer.residuals[0].mixer.products[0].module)[0]
     x = _random(source, 2, 3, size).to(dtype)
     angles = _random(source, 2, 3, dim if rope is None else rope.angles)
     query, key = (_random(source, 2, 3, heads, dim).to(dtype) for heads in (2, 1))

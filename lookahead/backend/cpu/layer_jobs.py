@@ -29,6 +29,7 @@ from lookahead.model.families.operations import (
     Residual,
     Rope,
     SelfAttention,
+    sizes_of,
 )
 
 Positions = tuple[Tensor, Tensor]
@@ -396,4 +397,4 @@ def part_of(weight: PackedWeight, part: Product) -> PackedWeight:
 def has_own_panels(part: Product) -> bool:
     """Whether some outputs of a packed weight are in panels of their own."""
     end = part.first + part.outputs
-    return part.first % COLUMNS == 0 and (end % COLUMNS == 0 or end == part.module.out_features)
+    return part.first % COLUMNS == 0 and (end % COLUMNS == 0 or end == sizes_of(part.module)[1])

@@ -50,14 +50,16 @@ class PassParts(NamedTuple):
 
 def owners_of(model: Any, family: Family) -> list[Any] | str:
     """A model and the modules in it that lead to the decoder, which is the last one; or why it has none."""
-    owners = [model, getattr(model, family.decoder, None)]
-    names = [(family.file, f"{family.name}{rest}") for rest in ("ForCausalLM", family.text)]
+    owners = [model]
+    for name in family.decoder.split("."):
+        owners.append(getattr(owners[-1], name, None))
+    names = [(family.file, f"{family.name}{rest}") for rest in (family.causal, *family.text.split("."))]
     for module, (name, decoder) in WRAPPERS.items():
         file = f"transformers.models.{module}.modeling_{module}"
         if name_of(model) == (file, f"{name}ForConditionalGeneration"):
             owners.append(getattr(owners[1], decoder, None))
             names = [name_of(model), (file, f"{name}Model"), names[1]]
-    return owners if list(map(name_of, owners)) == names else f"it is not {family.name}ForCausalLM of transformers"
+    return owners if list(map(name_of, owners)) == names else f"it is not {family.name}{family.causal} of transformers"
 
 
 def placeholders_of(config: Any) -> set[int]:

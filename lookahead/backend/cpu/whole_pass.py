@@ -157,6 +157,8 @@ class WholePass:
             hidden = getattr(self._decoder, self._family.embedding)(tokens)
             if self._family.embedding_factor:
                 hidden = hidden * getattr(self._decoder, self._family.embedding_factor)
+            if self._family.placed:
+                hidden = self._family.placed(self._decoder, hidden, at)
             rotary: Any = getattr(self._decoder, self._family.rotary, None)  # absent if no layer rotates
             positions = {
                 kind: rotary(hidden, at, kind) if kind else rotary(hidden, position_ids=at) for kind in self._ropes
@@ -267,12 +269,13 @@ class WholePass:
         """Whether the modules that are not called are unchanged, and the cache is that of a pass of theirs."""
         parts, decoder = self._parts, self._decoder
         forwards = [vars(module).get("forward") for module in (model, *self._inner)]
-        is_whole: bool = decoder.config.num_hidden_layers == len(decoder.layers) == len(parts.layers)
+        layers = getattr(decoder, self._family.layers)
+        is_whole: bool = decoder.config.num_hidden_layers == len(layers) == len(parts.layers)
         return bool(
             is_whole
             and self._stateful <= len(cache.layers) <= len(parts.layers)
             and all(map(cache.is_ready, self._slots_at))
-            and all(map(is_, decoder.layers._modules.values(), self._layers))
+            and all(map(is_, layers._modules.values(), self._layers))
             and getattr(decoder, self._family.last_norm) is parts.norm.module
             and (parts.head is None or model.lm_head is parts.head)
             and (forwards == self._forwards or self._are_ours(forwards))
@@ -288,7 +291,7 @@ class WholePass:
 
     def _is_unhooked(self, model: Any) -> bool:
         """Whether no module that is not called has a hook; checked again after any hook was set anywhere."""
-        called = [getattr(self._decoder, name) for name in (self._family.embedding, self._family.rotary)]
+        called = [getattr(self._decoder, name, None) for name in (self._family.embedding, self._family.rotary)]
         called.append(None if self._parts.head else model.lm_head)
         if global_hooks() or any(working_hooks_of(module) for module in model.modules() if module not in called):
             return False
@@ -372,7 +375,7 @@ def whole_pass(
     if isinstance(owners, str):
         return owners
     decoder = owners[-1]
-    modules, norm = (decoder._modules.get(name) for name in ("layers", family.last_norm))
+    modules, norm = (decoder._modules.get(name) for name in (family.layers, family.last_norm))
     head: Any = model._modules.get("lm_head")
     if type(modules) is not nn.ModuleList or [*modules] != [layer.module for layer in layers]:
         return "some of its layers are not fused, or have another order"

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.model.families import deepseek, gemma, glm, granite, hybrid, layer_norms, llama, mixtures, olmo, phi
+from lookahead.model.families import (
+    deepseek,
+    gemma,
+    glm,
+    granite,
+    hybrid,
+    layer_norms,
+    learned_positions,
+    llama,
+    mixtures,
+    olmo,
+    phi,
+)
 from lookahead.model.families.family import Family
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *gemma.FAMILIES, *olmo.FAMILIES, *phi.FAMILIES, *mixtures.FAMILIES,
     *deepseek.FAMILIES, *glm.FAMILIES, *granite.FAMILIES, *hybrid.FAMILIES, *layer_norms.FAMILIES,
+    *learned_positions.FAMILIES,
 )  # fmt: skip
 WRAPPERS = {
     "gemma3": ("Gemma3", "language_model"),

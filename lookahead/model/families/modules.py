@@ -12,19 +12,20 @@ from lookahead.model.families.operations import (
     Rope,
     SelfAttention,
     UndeclaredError,
+    sizes_of,
 )
 
 
 def whole(linear: Any) -> Product:
     """The product with all outputs of a linear layer."""
-    return Product(linear, 0, linear.out_features)
+    return Product(linear, 0, sizes_of(linear)[1])
 
 
 def split(linear: Any, *outputs: int) -> tuple[Product, ...]:
     """The products with consecutive outputs of a linear layer."""
     firsts = [sum(outputs[:at]) for at in range(len(outputs))]
-    if sum(outputs) != linear.out_features:
-        raise UndeclaredError(f"{linear.out_features} outputs are not {' + '.join(map(str, outputs))}")
+    if sum(outputs) != sizes_of(linear)[1]:
+        raise UndeclaredError(f"{sizes_of(linear)[1]} outputs are not {' + '.join(map(str, outputs))}")
     return tuple(Product(linear, *place) for place in zip(firsts, outputs, strict=True))
 
 

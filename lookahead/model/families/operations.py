@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from transformers import Conv1D
 
 from lookahead.kernels.norm_rows import LAYER, PLUS_ONE, ROUNDED, WIDE
 
@@ -51,6 +52,13 @@ class Norm(NamedTuple):
     def eps(self) -> float:
         """Added to the mean square."""
         return float(getattr(self.module, self.epsilon))
+
+
+def sizes_of(linear: Any) -> tuple[int, int]:
+    """The inputs and the outputs of a linear layer."""
+    if isinstance(linear, Conv1D):
+        return linear.nx, linear.nf
+    return linear.in_features, linear.out_features
 
 
 class Product(NamedTuple):
