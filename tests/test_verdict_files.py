@@ -248,3 +248,10 @@ def test_tokens_are_those_of_transformers_by_verdicts_that_were_found(kept):
             expected = model.generate(**given)
             assert torch.equal(model.generate(**given, custom_generate=lookahead.decode), expected)
         assert not is_probed(llama().to(dtype), Support("trees"), Support.of, name)
+
+
+def test_a_model_has_the_same_file_after_torch_compiled_code_of_its_class():
+    own = verdict_file(llama())
+    torch.compile(modeling_llama.rotate_half, backend="eager")(torch.ones(1, 4))
+    assert any(name.startswith("__compiled_fn") for name in vars(modeling_llama))
+    assert verdict_file(llama()) == own

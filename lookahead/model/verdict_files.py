@@ -52,8 +52,10 @@ def _places_of(modules: Sequence[nn.Module]) -> list[tuple[str, str, str]]:
     """Where the functions of classes and their files were defined, which tells if one took the place of another."""
     kinds = {base for module in modules for base in type(module).__mro__ if base is not object}
     files = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")}
-    spaces: list[Any] = [*kinds, *(sys.modules[name] for name in files)]
-    found = [(name, each) for space in spaces for name, value in vars(space).items() for each in callables_in(value)]
+    # `torch.compile` replaces these two of every module, and adds names with two underscores to the files it compiles.
+    held = [item for kind in kinds for item in vars(kind).items() if item[0] not in ("__init__", "__setstate__")]
+    held += [item for name in files for item in vars(sys.modules[name]).items() if not item[0].startswith("__")]
+    found = [(name, each) for name, value in held for each in callables_in(value)]
     return sorted(
         (name, str(getattr(each, "__module__", "")), str(getattr(each, "__qualname__", ""))) for name, each in found
     )
