@@ -17,7 +17,7 @@ from numba import types
 from lookahead.kernels.scalars import jit_part
 from lookahead.kernels.team import HEAD, ROW, add, join, lead, memory_of_team, team_of
 from lookahead.utils.addresses import array_at
-from lookahead.utils.jit import cfunc
+from lookahead.utils.jit import cfunc, njit
 
 Job = tuple[Callable[[Any], None], int, Sequence[int], object]
 """A function for Numba to compile, the number of its parts, its int64 numbers, and objects to keep alive until it is
@@ -57,6 +57,13 @@ def table_of(jobs: Sequence[Job]) -> list[int]:
         table += _compile(function).address, 8 * (HEAD + ROW * len(jobs) + len(passed)), 0
         passed += (0, parts, *numbers)
     return table + passed
+
+
+@njit()
+def lay_out(affine, tokens, slot, address, numbers):
+    """Write the numbers of jobs, from their base and their factors of tokens, of the first slot and of an address."""
+    for at in range(numbers.size):
+        numbers[at] = affine[0, at] + tokens * affine[1, at] + slot * affine[2, at] + address * affine[3, at]
 
 
 @cache

@@ -116,7 +116,7 @@ def gating(
 
     Args:
         gate: bfloat16 or float32; contiguous, or rows `[rows, size]` of any strides.
-        up: Like `gate`, with its strides, or None.
+        up: Like `gate`, with strides of its own if there is `out`, or None.
         kind: `SILU`, `GELU_TANH`, `GELU`, `SIGMOID`, `RELU`, `RELU_SQUARED` or `TABLE`.
         table: bfloat16 `[65536]`: the activation of the number with these bits, for a gate in bfloat16.
         out: Contiguous, of the shape of `gate`; if None, results replace the gate, which is contiguous.
@@ -125,7 +125,8 @@ def gating(
     """
     tensors = gate, up, table, gate if out is None else out
     places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    sizes = (1, gate.numel(), 0, 1) if out is None else (*gate.shape, *gate.stride())
+    strides = gate.stride() if up is None else up.stride()
+    sizes = (1, gate.numel(), 0, 1, 0, 1) if out is None else (*gate.shape, *gate.stride(), *strides)
     of_job = *places, *sizes, kind, bits_of(limit), bits_of(factor), (parts := torch.get_num_threads())
     return _GATES[gate.dtype], parts, of_job, tensors
 
@@ -218,14 +219,14 @@ def _gelu(x):
 
 @jit_part
 def _gate(address, part, kind):
-    """Write a part of the products of rows that are `step` numbers apart, as their numbers are `apart`."""
-    numbers = array_at(address, (12,), np.int64)
-    gate_at, up_at, table_at, out_at, rows, size, step, apart, formula, limit_bits, factor_bits, parts = numbers
+    """Write a part of the products of rows, which are `step` numbers apart, and their numbers `apart`."""
+    numbers = array_at(address, (14,), np.int64)
+    gate_at, up_at, table_at, out_at, rows, size, step, apart, up_step, up_apart = numbers[:10]
+    formula, limit_bits, factor_bits, parts = numbers[10:]
     limit, factor = np.int32(limit_bits).view(np.float32), np.int32(factor_bits).view(np.float32)
-    span, table = (rows - 1) * step + (size - 1) * apart + 1, array_at(table_at, (1 << 16,), np.uint16)
-    gates, ups, outs = (
-        numbers_at(gate_at, span, kind), numbers_at(up_at, span, kind), numbers_at(out_at, rows * size, kind),
-    )  # fmt: skip
+    table, outs = array_at(table_at, (1 << 16,), np.uint16), numbers_at(out_at, rows * size, kind)
+    gates = numbers_at(gate_at, (rows - 1) * step + (size - 1) * apart + 1, kind)
+    ups = numbers_at(up_at, (rows - 1) * up_step + (size - 1) * up_apart + 1, kind)
     # Results may replace gates, and a loop over numbers that it replaces is not vectorized.
     line, other, share = np.empty(_AT_ONCE, np.float32), np.empty(_AT_ONCE, np.float32), _AT_ONCE
     share = max(share, (rows * size + parts - 1) // parts)
@@ -241,7 +242,7 @@ def _gate(address, part, kind):
             _load(gates, first, apart, count, line)
             _activate(line, count, formula, limit, factor)
         if up_at:
-            _load(ups, first, apart, count, other)
+            _load(ups, row * up_step + column * up_apart, up_apart, count, other)
             for i in range(count if limit else 0):
                 y = other[i]
                 y = limit if y > limit else -limit if y < -limit else y

@@ -52,6 +52,7 @@ def test_in_float32_passes_are_one_call_with_the_tokens_of_generate(name, calls)
             "Ministral3",
             "NemotronH",
             "GPT2",
+            "Lfm3",
         ),
     ],
 )
@@ -75,7 +76,7 @@ def test_sampled_tokens_are_those_of_generate(name):
         "Lfm2",
         "Qwen3Next",
         *("GraniteMoeHybrid-Mamba", "DeepseekV3", "Glm4Moe", "StableLm-parallel", "Lfm2Moe", "Ministral3"),
-        *("NemotronH", "GPT2", "OPT"),
+        *("NemotronH", "GPT2", "OPT", "Lfm3"),
     ],
 )
 def test_rows_of_other_lengths_get_the_tokens_of_generate(name, calls):
@@ -88,7 +89,7 @@ def test_rows_of_other_lengths_get_the_tokens_of_generate(name, calls):
     assert torch.equal(own, ours) and (calls or name == "DeepseekV3")  # whose mixer takes one row
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "Starcoder2", "Mistral", "Ministral", "Olmo3", "Exaone4"])
+@pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "Starcoder2", "Mistral", "Ministral", "Olmo3", "Exaone4", "Lfm3"])
 def test_windows_are_passed_and_left_with_the_bits_of_generate(name, calls):
     model = made(name)
     for length in (6, 12, 15, 18, 60):  # before the window of 16, at its end, and behind it

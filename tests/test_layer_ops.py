@@ -14,6 +14,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2_rotation
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as phi3_rotation
 
+from lookahead.backend.cpu.activations import activation_of
 from lookahead.kernels import layer_ops, norm_rows
 from lookahead.kernels.jobs import run
 
@@ -165,6 +166,15 @@ def test_gates_of_rows_that_are_apart_have_the_values_of_torch():
         alone = both[:, :48].contiguous()
         run(layer_ops.gating(alone, None, kind))
         torch.testing.assert_close(alone, own(both[:, :48]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF])
+def test_one_gate_for_a_head_multiplies_its_numbers_in_place(dtype):
+    gates, heads = random(15, 1).to(dtype), random(15, 640).to(dtype)
+    expected = heads * torch.sigmoid(gates)
+    formula = activation_of(nn.Sigmoid(), dtype)
+    run(layer_ops.gating(gates.expand(-1, 640), heads, *formula, out=heads))
+    torch.testing.assert_close(heads, expected, rtol=1e-6 if dtype == SINGLE else 0, atol=0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

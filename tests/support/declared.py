@@ -120,6 +120,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": None},
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "head_dim": None,
              "num_key_value_heads": 8},
+    "Lfm3": {
+        "layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 16, "head_dim": 64,
+        "num_key_value_heads": 8,
+    },
     "Lfm2Moe": {
         "layer_types": ["conv", "full_attention", "conv"], "head_dim": None, "num_key_value_heads": 8,
         "num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128,

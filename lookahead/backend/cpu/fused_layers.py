@@ -24,9 +24,9 @@ from lookahead.backend.cpu.layer_jobs import (
     HiddenSum,
     LayerJobs,
     Positions,
-    has_own_panels,
 )
 from lookahead.backend.cpu.linears import packed_weights
+from lookahead.backend.cpu.product_parts import has_own_panels
 from lookahead.backend.cpu.routing import Routing, multiplies, serves
 from lookahead.backend.protocol import BitPolicy
 from lookahead.kernels import layer_ops
@@ -289,6 +289,10 @@ class _CalledAttention:
         by_model = registered_attention(module.config, self._layer.eager)
         attended: Tensor = by_model(module, query, *pair, self._mask, **part.options, **self._options)[0]
         return attended.contiguous().view(rows, tokens, size)
+
+    def gates(self, part: SelfAttention, jobs: LayerJobs, x: Tensor) -> list[Tensor]:
+        jobs.run()
+        return [gate(x).contiguous() for gate in part.gates]
 
     def call(self, part: Recurrence | Called, jobs: LayerJobs, x: Tensor) -> Tensor:
         jobs.run()

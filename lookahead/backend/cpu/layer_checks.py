@@ -39,7 +39,7 @@ def is_right(layer: DeclaredLayer, code: int, fused: Fused) -> bool:
     kind = (
         type(layer.module), code, arithmetic_flags(), layer.norms[0].weight.dtype, torch.get_num_threads(),
         attention and (attention.dim, *attention.heads, attention.norms_last, attention.has_gate, attention.has_keys),
-        attention and len(attention.inputs),
+        attention and (len(attention.inputs), len(attention.gates)),
         rope and rope[1:],
         *((norm.weight.shape, norm.eps, norm.kind) for norm in layer.norms),
         *((part.factor, part.scaled is None, part.is_parallel, part.is_last) for part in layer.residuals),

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from lookahead.backend.cpu.activations import activation_of
 from lookahead.backend.cpu.cpu_pass import CpuPass
+from lookahead.backend.cpu.product_parts import part_of
 from lookahead.backend.cpu.routing import UNPACKED_PASSES, MixtureWeights, Routing, called, weights_of
 from lookahead.kernels import experts, layer_ops
 from lookahead.kernels.experts import ExpertWeight
 from lookahead.kernels.jobs import Job, run
-from lookahead.kernels.packed_product import COLUMNS, PackedWeight, product
+from lookahead.kernels.packed_product import PackedWeight, product
 from lookahead.model.families.family import Family
 from lookahead.model.families.operations import (
     Called,
@@ -29,7 +30,6 @@ from lookahead.model.families.operations import (
     Residual,
     Rope,
     SelfAttention,
-    sizes_of,
 )
 
 Positions = tuple[Tensor, Tensor]
@@ -99,7 +99,9 @@ class DeclaredLayer:
     @property
     def gates(self) -> list[Any]:
         """Linear layers of few outputs, by which torch multiplies."""
-        return [gate for part in (self.experts, self.recurrence) if part is not None for gate in part.gates]
+        return [
+            gate for part in (self.experts, self.recurrence, self.attention) if part is not None for gate in part.gates
+        ]
 
     @property
     def rope(self) -> Rope | None:
@@ -134,6 +136,9 @@ class Attend(Protocol):
         Returns:
             A tensor of the shape of `query`.
         """
+
+    def gates(self, part: SelfAttention, jobs: LayerJobs, x: Tensor) -> list[Tensor]:
+        """The results of its gates for rows `[rows, tokens, size]`, each `[rows, tokens, heads]`, contiguous."""
 
     def call(self, part: Recurrence | Called, jobs: LayerJobs, x: Tensor) -> Tensor:
         """What a mixer with states, or with code of its own, makes of rows `[rows, tokens, size]`."""
@@ -301,6 +306,10 @@ class LayerJobs:
         if gate is not None:
             self.jobs.append(layer_ops.gating(gate, attended, *activation_of(_SIGMOID, gate.dtype)))
             attended = gate
+        for gate in self._attend.gates(part, self, x) if part.gates else ():
+            of_heads, kind = attended.view(-1, part.dim), activation_of(_SIGMOID, gate.dtype)
+            factors = gate.view(-1, 1).expand(-1, part.dim)
+            self.jobs.append(layer_ops.gating(factors, of_heads, *kind, out=of_heads))
         (out,) = self.products([part.output], attended, [self.take("change", part.output.outputs)])
         return out
 
@@ -385,16 +394,3 @@ def _products_of(
         some = slice(*pair)
         jobs += product(weights[some], x, biases[some], outs[some], prepared, chosen)
     return jobs
-
-
-def part_of(weight: PackedWeight, part: Product) -> PackedWeight:
-    """The weight of some outputs of a packed weight, which begin with a panel."""
-    end, panels = part.first + part.outputs, -(-part.outputs // COLUMNS)
-    own = slice(part.first, end) if weight.is_stored else slice(part.first // COLUMNS, -(-end // COLUMNS))
-    return weight._replace(packed=weight.packed[own], outputs=part.outputs, panels=panels)
-
-
-def has_own_panels(part: Product) -> bool:
-    """Whether some outputs of a packed weight are in panels of their own."""
-    end = part.first + part.outputs
-    return part.first % COLUMNS == 0 and (end % COLUMNS == 0 or end == sizes_of(part.module)[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from lookahead.backend.cpu.fused_layers import name_of
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.tree_mixers import TreeMixer
+from lookahead.kernels.packed_product import PackedWeight
 from lookahead.kernels.row_attention import AttentionLimits
 from lookahead.model.families import WRAPPERS
 from lookahead.model.families.family import Family
@@ -103,6 +104,11 @@ def settings_of(watched: Watched) -> list[float]:
         *(0 if tensor.is_inference() else tensor._version for tensor in copied),
         *(getattr(module, name) for module, name in watched.numbers),
     ]
+
+
+def are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:
+    """Whether packed weights are the same objects."""
+    return all(weight.packed is other.packed for weight, other in zip(weights, others, strict=True))
 
 
 def padded(flat: Tensor, places: Tensor, rows: int, width: int) -> Tensor:

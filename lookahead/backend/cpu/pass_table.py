@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer, HiddenSum, LayerJobs, Positions
-from lookahead.backend.cpu.pass_parts import PassParts, Watched, settings_of
+from lookahead.backend.cpu.pass_parts import PassParts, Watched, are_same, settings_of
 from lookahead.backend.cpu.routing import Routing
 from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import row_attention
 from lookahead.kernels.attention_rows import MAX_SHARING
-from lookahead.kernels.jobs import Job, lead_jobs, leader, table_of
+from lookahead.kernels.jobs import Job, lay_out, lead_jobs, leader, table_of
 from lookahead.kernels.layer_ops import storing
 from lookahead.kernels.packed_product import PackedWeight, prepared_rows, product
 from lookahead.kernels.team import team_of
@@ -152,14 +152,14 @@ class PassTable(KeepsAddresses):
             return False
         base = first - slopes[0] - written.data_ptr() * slopes[2]
         self._affine = np.stack([base, *slopes])
-        _lay_out(self._affine, 3, 5, written[1:].data_ptr(), self._of_pass)
+        lay_out(self._affine, 3, 5, written[1:].data_ptr(), self._of_pass)
         return bool((other == self._of_pass).all())
 
     def serves(self, parts: PassParts, weights: Sequence[PackedWeight], of_head: Sequence[PackedWeight]) -> bool:
         """Whether the table is for these weights and module settings, and nothing has moved since."""
         return (
-            (weights is self._weights or _are_same(weights, self._weights))
-            and (of_head is self._of_head or _are_same(of_head, self._of_head))
+            (weights is self._weights or are_same(weights, self._weights))
+            and (of_head is self._of_head or are_same(of_head, self._of_head))
             and parts.layers is self.parts.layers
             and parts.norm is self.parts.norm
             and parts.head is self.parts.head
@@ -222,7 +222,7 @@ class PassTable(KeepsAddresses):
             first = _place(tree.parents, tree.depths, spans, self._nodes, self._trees, self._places)
         self._context = context
         written = hidden.new_empty(1, tokens, self.outputs)
-        _lay_out(self._affine, tokens, self._slots.start, written.data_ptr(), self._of_pass)
+        lay_out(self._affine, tokens, self._slots.start, written.data_ptr(), self._of_pass)
         team = team_of(threads) if threads > 1 else 0
         first_call, *calls = (self._address + start for start in self._starts)
         leader()(team, first_call, threads)
@@ -256,6 +256,12 @@ class PassTable(KeepsAddresses):
         function = registered_attention(config, layer.eager)
         attended = function(part.module, query.transpose(1, 2), *pair, None, **part.options)[0]
         self.take("attended", part.width)[:, :tokens] = attended.view(1, tokens, -1)
+
+    def open_gates(self, part: SelfAttention, tokens: int) -> None:
+        """Run the gates of an attention for the first tokens."""
+        x = self.take("normed", self._hidden.shape[2])[:, :tokens]
+        for at, gate in enumerate(part.gates):
+            self.take(f"gate {at}", part.heads[0])[:, :tokens] = gate(x)
 
     def call(self, part: Called, tokens: int) -> None:
         """Run a mixer's own code for the first tokens."""
@@ -362,6 +368,10 @@ class _TableAttention:
         jobs.jobs.append(row_attention.attention(*tensors, **self._table.of_trees, scale=scale, limits=limits))
         return attended
 
+    def gates(self, part: SelfAttention, jobs: LayerJobs, x: Tensor) -> list[Tensor]:
+        jobs.pause(partial(self._table.open_gates, part), self._tokens)
+        return [jobs.take(f"gate {at}", part.heads[0]) for at in range(len(part.gates))]
+
     def call(self, part: Recurrence | Called, jobs: LayerJobs, x: Tensor) -> Tensor:
         if isinstance(part, Called):
             jobs.pause(partial(self._table.call, part), self._tokens)
@@ -373,17 +383,6 @@ class _TableAttention:
             for name, size in (("recurred", part.output.module.in_features), ("change", part.output.outputs))
         )
         return jobs.products([part.output], recurred, [out])[0]
-
-
-def _are_same(weights: Sequence[PackedWeight], others: Sequence[PackedWeight]) -> bool:
-    return all(weight.packed is other.packed for weight, other in zip(weights, others, strict=True))
-
-
-@njit()
-def _lay_out(affine, tokens, slot, address, numbers):
-    """The numbers of a pass, from their base and their factors."""
-    for at in range(numbers.size):
-        numbers[at] = affine[0, at] + tokens * affine[1, at] + slot * affine[2, at] + address * affine[3, at]
 
 
 @njit()

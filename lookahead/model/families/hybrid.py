@@ -1,4 +1,4 @@
-"""Hybrids of attention and recurrent layers: Qwen3-Next and Qwen3.5 with gated delta nets, LFM2 with convolutions."""
+"""Hybrids of attention and recurrent layers: Qwen3-Next, Qwen3.5 (gated delta nets), LFM2 and LFM3 (convolutions)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lookahead.model.families.operations import (
     Residual,
     Rope,
     SelfAttention,
+    UndeclaredError,
 )
 
 _SILU = nn.SiLU()
@@ -57,10 +58,27 @@ def _qwen3_next(layer: Any) -> tuple[Residual, ...]:
     return _qwen(layer, ("in_proj_qkvz",), ("in_proj_ba",))
 
 
-def _lfm2(layer: Any) -> tuple[Residual, ...]:
+def _fed(layer: Any, mixer: SelfAttention | Recurrence) -> tuple[Residual, Residual]:
     mlp = layer.feed_forward
     feeding = Mlp(mlp, whole(mlp.w1), whole(mlp.w3), whole(mlp.w2), _SILU)
-    return Residual(_lfm2_mixer(layer), Norm(layer.operator_norm)), Residual(feeding, Norm(layer.ffn_norm))
+    return Residual(mixer, Norm(layer.operator_norm)), Residual(feeding, Norm(layer.ffn_norm))
+
+
+def _lfm2(layer: Any) -> tuple[Residual, ...]:
+    return _fed(layer, _lfm2_mixer(layer))
+
+
+def _lfm3(layer: Any) -> tuple[Residual, ...]:
+    mixing, feeding = _fed(layer, _lfm3_attention(layer.self_attn) if layer.is_attention_layer else _short(layer))
+    if isinstance(layer.post_operator_norm, nn.Identity):
+        raise UndeclaredError("it has no norms after its operations")
+    return mixing._replace(after=Norm(layer.post_operator_norm)), feeding._replace(after=Norm(layer.post_ffn_norm))
+
+
+def _lfm3_attention(module: Any) -> SelfAttention:
+    norms, rope = (Norm(module.q_norm), Norm(module.k_norm)), Rope(module.layer_type, module.head_dim, is_wide=True)
+    attended = attention(module, norms, rope, sliding_window=module.sliding_window)
+    return attended if module.g_proj is None else attended._replace(gates=(module.g_proj,))
 
 
 def _corrected(logits: Tensor, mixture: Any) -> tuple[Tensor, Tensor]:
@@ -85,9 +103,13 @@ def _lfm2_moe(layer: Any) -> tuple[Residual, ...]:
 
 def _lfm2_mixer(layer: Any) -> SelfAttention | Recurrence:
     if not layer.is_attention_layer:
-        return recurrence(layer.conv, ("in_proj",), (), "out_proj", "past_key_values", ("conv",))
+        return _short(layer)
     module = layer.self_attn
     return attention(module, (Norm(module.q_layernorm), Norm(module.k_layernorm)), output="out_proj")
+
+
+def _short(layer: Any) -> Recurrence:
+    return recurrence(layer.conv, ("in_proj",), (), "out_proj", "past_key_values", ("conv",))
 
 
 FAMILIES = (
@@ -95,5 +117,6 @@ FAMILIES = (
     Family("qwen3_5", "Qwen3_5", _qwen3_5, _norm, "TextModel"),
     Family("qwen3_5_moe", "Qwen3_5Moe", _qwen3_5, _norm, "TextModel"),
     Family("lfm2", "Lfm2", _lfm2, last_norm="embedding_norm"),
+    Family("lfm3", "Lfm3", _lfm3, last_norm="embedding_norm"),
     Family("lfm2_moe", "Lfm2Moe", _lfm2_moe, last_norm="embedding_norm", rotary="pos_emb"),
 )

@@ -113,6 +113,7 @@ class SelfAttention(NamedTuple):
         norms_last: Whether norms come after the rotary embedding.
         has_gate: Whether the first product has a query of each head and then its gate, whose sigmoid is the factor of
             what the head attended to.
+        gates: Linear layers of its input with an output for each head, whose sigmoid is such a factor.
         has_keys: Whether the first product has a query of each head, its key and its value.
         source: The layer whose keys and values it reads; None for its own.
         shared: The name under which layers share keys and values; empty if this one neither reads nor lends any.
@@ -133,6 +134,7 @@ class SelfAttention(NamedTuple):
     source: int | None = None
     shared: str = ""
     reach: int | None = None
+    gates: tuple[Any, ...] = ()
 
     @property
     def width(self) -> int:
