@@ -200,6 +200,7 @@ class TreeCache(Cache):
         self._compact: Callable[..., None] | None = None  # the kernel of `commit`, bound to the buffers
         self._bound_at = 0, 0  # allocation count and tested kernels at binding
         self.tables: dict[Any, Any] = {}  # by kind, a `PassTable` for the current buffers
+        self.heads: dict[Any, Any] = {}  # by module and type, `HeadSlots` beside latents
         following = chain(windows, repeat(None))
         # The base class only calls it, so it need not be a class. It must not hold the cache, which is freed at once.
         self._next_layer: Callable[[], TreeLayer] = lambda: TreeLayer(slots, next(following))

@@ -80,6 +80,7 @@ EXTENDED = {
     "tests/test_quantized_families.py": ("kernels/*", "lookahead/backend/*", "lookahead/model/*"),
     "tests/test_declared_families.py": ("kernels/*", "lookahead/backend/*", "lookahead/model/*"),
     "tests/test_learned_positions.py": ("kernels/*", "lookahead/backend/*", "lookahead/model/*"),
+    "tests/test_latents.py": ("lookahead/backend/*", "lookahead/model/*"),
     "tests/test_states.py": ("kernels/*", "lookahead/backend/*", "lookahead/model/*"),
     "tests/test_tree_mixers.py": ("kernels/*", "lookahead/backend/*", "lookahead/model/*"),
     "tests/test_wrapped_decoders.py": ("lookahead/backend/*", "lookahead/model/*"),

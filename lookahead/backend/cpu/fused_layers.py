@@ -18,6 +18,7 @@ from transformers import Conv1D
 
 from lookahead.backend.cpu.activations import ACTIVATIONS, has_formula
 from lookahead.backend.cpu.cpu_pass import CpuPass, thread
+from lookahead.backend.cpu.latents import attend_alone
 from lookahead.backend.cpu.layer_checks import is_right, keeps_means
 from lookahead.backend.cpu.layer_jobs import (
     DeclaredLayer,
@@ -297,6 +298,9 @@ class _CalledAttention:
     def call(self, part: Recurrence | Called, jobs: LayerJobs, x: Tensor) -> Tensor:
         jobs.run()
         if isinstance(part, Called):
+            if self._cache is None and part.rotate is not None:  # a comparison
+                by_model = registered_attention(part.module.config, self._layer.eager)
+                return attend_alone(part, x, self._positions, by_model)
             name = self._layer.family.cache or CACHE
             own: Tensor = part.module(
                 x, attention_mask=self._mask, position_embeddings=self._positions, **{name: self._cache},

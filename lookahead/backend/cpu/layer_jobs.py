@@ -203,7 +203,7 @@ class LayerJobs:
             out, into = self.mixed(part.mixer, x), None
             if part.after:
                 normed = self.take("after", out.shape[-1])
-                self._norm(part.after, out, normed)
+                self.norm(part.after, out, normed)
                 out = normed
             stream = HiddenSum(total, out, part.factor, part.scale)
         return stream
@@ -214,11 +214,11 @@ class LayerJobs:
         x = stream.total
         if part.before is not None:
             x = self.take("normed", x.shape[-1])
-            self._norm(part.before, stream.total, x)
+            self.norm(part.before, stream.total, x)
         out = self._fed(part.mixer, x, "parallel")
         if part.is_last:
             return HiddenSum(self.normed(None, stream, "")[0], out)
-        self._norm(None, out, None, delta=stream.delta, total=stream.delta)
+        self.norm(None, out, None, delta=stream.delta, total=stream.delta)
         return stream
 
     def normed(
@@ -231,14 +231,15 @@ class LayerJobs:
             target = out if isinstance(out, Tensor) else self.take(out, total.shape[-1])
         if delta is None:
             if norm is not None and target is not None:
-                self._norm(norm, total, target)
+                self.norm(norm, total, target)
             return total, total if target is None else target
         self._turn = 1 - self._turn
         added = self.take(f"total {self._turn}", total.shape[-1]) if into is None else into
-        self._norm(norm, total, target, delta=delta, factor=factor, scale=scale, total=added)
+        self.norm(norm, total, target, delta=delta, factor=factor, scale=scale, total=added)
         return added, added if target is None else target
 
-    def _norm(self, norm: Norm | None, x: Tensor, out: Tensor | None, **added: Any) -> None:
+    def norm(self, norm: Norm | None, x: Tensor, out: Tensor | None, **added: Any) -> None:
+        """Add a job of `layer_ops.norm`."""
         weight, eps, kind, bias = (
             (None, 0.0, 0, None) if norm is None else (norm.weight, norm.eps, norm.kind, norm.bias)
         )
@@ -340,7 +341,7 @@ class LayerJobs:
     def _norm_heads(self, part: SelfAttention, *all_heads: Tensor | None) -> None:
         for heads, norm in zip(all_heads, part.norms, strict=False):
             if heads is not None:
-                self._norm(norm, heads, heads)
+                self.norm(norm, heads, heads)
 
     def _fed(self, part: Mlp, x: Tensor, into: str = "change") -> Tensor:
         inner = [inner for inner in (part.gate, part.up) if inner is not None]

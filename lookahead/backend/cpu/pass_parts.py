@@ -1,20 +1,24 @@
-"""The modules of a model whose passes run as one call, and what users may change of them."""
+"""The modules of a model whose passes run as one call, what users may change of them, and what runs between calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lookahead.backend.cpu.exact_attention import PerNodeAttention
 from lookahead.backend.cpu.fused_layers import name_of
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
+from lookahead.backend.cpu.product_parts import has_own_panels
 from lookahead.backend.cpu.tree_mixers import TreeMixer
 from lookahead.kernels.packed_product import PackedWeight
 from lookahead.kernels.row_attention import AttentionLimits
+from lookahead.model.cache import TreeCache
 from lookahead.model.families import WRAPPERS
 from lookahead.model.families.family import Family
 from lookahead.model.families.operations import Mlp, Norm
+from lookahead.model.state_layers import States
 
 
 class PassParts(NamedTuple):
@@ -25,11 +29,12 @@ class PassParts(NamedTuple):
     head: Any  # the output layer; None if it is called as a module
     limits: list[AttentionLimits]  # of the attention of each layer; empty if the kernel does not attend
     mixers: Mapping[Any, TreeMixer] = {}
+    latent: Sequence[Any] = ()  # the linear layers of latent attention, if the kernel multiplies by their weights
 
     @property
     def linears(self) -> list[Any]:
         """The linear layers of all layers."""
-        return [linear for layer in self.layers for linear in layer.linears]
+        return [*(linear for layer in self.layers for linear in layer.linears), *self.latent]
 
     @property
     def slotted(self) -> list[int]:
@@ -47,6 +52,31 @@ class PassParts(NamedTuple):
         """Numbers of a token in the second input of every layer."""
         mixers = [part.mixer for layer in self.layers for part in layer.residuals]
         return max((part.gate.outputs for part in mixers if isinstance(part, Mlp) and part.is_beside), default=0)
+
+
+class PassContext(NamedTuple):
+    """What runs between the calls of a pass.
+
+    Attributes:
+        cache: The cache, within a pass over trees.
+        firsts: The first token of each row.
+        before: The states of the rows, by module.
+        positions: The positions as the model's own layers take them.
+        per_node: How the nodes attend, if each attends alone.
+    """
+
+    cache: TreeCache
+    firsts: Sequence[int]
+    before: Mapping[Any, list[States]]
+    positions: Any
+    per_node: PerNodeAttention | None = None
+
+
+def latent_linears(layers: Sequence[DeclaredLayer], may_pack: Callable[[Any], bool]) -> list[Any]:
+    """The linear layers of latent attention; empty if the kernel does not multiply by the weights of all."""
+    products = [product for layer in layers if layer.called for product in layer.called.latent_products]
+    is_packed = all(has_own_panels(part) and may_pack(part.module) for part in products)
+    return list(dict.fromkeys(part.module for part in products)) if is_packed else []
 
 
 def owners_of(model: Any, family: Family) -> list[Any] | str:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lookahead.backend.cpu import latents
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer, HiddenSum, LayerJobs, Positions
-from lookahead.backend.cpu.pass_parts import PassParts, Watched, are_same, settings_of
+from lookahead.backend.cpu.pass_parts import PassContext, PassParts, Watched, are_same, settings_of
 from lookahead.backend.cpu.routing import Routing
 from lookahead.drafting.sizes import DEFAULT_NODES
 from lookahead.drafting.tree import TokenTree
@@ -32,28 +33,11 @@ from lookahead.model.cache import TreeCache
 from lookahead.model.facts import CACHE
 from lookahead.model.families.operations import Called, Experts, Recurrence, SelfAttention
 from lookahead.model.slots import Origin, sharing_groups
-from lookahead.model.state_layers import States
 from lookahead.utils.addresses import KeepsAddresses
 from lookahead.utils.jit import njit
 
 MAX_TABLE_NODES = DEFAULT_NODES + 1  # of one tree, its root included
 MAX_BATCH_NODES = 256  # of all trees of a pass over several rows
-
-
-class PassContext(NamedTuple):
-    """What runs between the calls of a pass.
-
-    Attributes:
-        cache: The cache, within a pass over trees.
-        firsts: The first token of each row.
-        before: The states of the rows, by module.
-        positions: The positions as the model's own layers take them.
-    """
-
-    cache: TreeCache
-    firsts: Sequence[int]
-    before: Mapping[Any, list[States]]
-    positions: Any
 
 
 class PassTable(KeepsAddresses):
@@ -235,7 +219,7 @@ class PassTable(KeepsAddresses):
     def recur(self, part: Recurrence, tokens: int) -> None:
         """Compute a recurrent module for the first tokens between its products."""
         assert self._context is not None
-        cache, firsts, before, _ = self._context
+        cache, firsts, before, *_ = self._context
         mixer, threads = self.parts.mixers[part.module], int(self._sharers[0])
         x = self.take("normed", self._hidden.shape[2])[:, :tokens]
         inputs = [self.take(f"input {at}", one.outputs)[:, :tokens] for at, one in enumerate(part.inputs)]
@@ -263,12 +247,22 @@ class PassTable(KeepsAddresses):
         for at, gate in enumerate(part.gates):
             self.take(f"gate {at}", part.heads[0])[:, :tokens] = gate(x)
 
-    def call(self, part: Called, tokens: int) -> None:
-        """Run a mixer's own code for the first tokens."""
+    def call(self, layer: DeclaredLayer, part: Called, tokens: int, *, is_projected: bool = False) -> None:
+        """Run a mixer's own code for the first tokens, or latent attention: from its projections to its output."""
         assert self._context is not None
-        size, options = self._hidden.shape[2], {CACHE: self._context.cache, "attention_mask": None}
-        x, positions = self.take("normed", size)[:, :tokens], self._context.positions
-        self.take("change", size)[:, :tokens] = part.module(x, position_embeddings=positions, **options)[0]
+        (cache, *_, positions, per_node), size = self._context, self._hidden.shape[2]
+        x = self.take("normed", size)[:, :tokens]
+        if part.rotate is None or self.rows > 1:
+            out = part.module(x, position_embeddings=positions, **{CACHE: cache, "attention_mask": None})[0]
+            self.take("change", size)[:, :tokens] = out
+            return
+        rows = latents.projected(part, self.take, tokens) if is_projected else latents.project(part, x)
+        function = registered_attention(part.module.config, layer.eager)
+        attended = latents.attend(part, rows, positions, cache, function, per_node)
+        if is_projected:
+            self.take("attended", attended.shape[2])[:, :tokens] = attended
+        else:
+            self.take("change", size)[:, :tokens] = part.module.o_proj(attended)
 
     def take(self, name: str, size: int) -> Tensor:
         """The buffer of a name for `size` numbers per token, `[1, most, size]`."""
@@ -374,8 +368,12 @@ class _TableAttention:
 
     def call(self, part: Recurrence | Called, jobs: LayerJobs, x: Tensor) -> Tensor:
         if isinstance(part, Called):
-            jobs.pause(partial(self._table.call, part), self._tokens)
-            return jobs.take("change", x.shape[-1])
+            is_projected = bool(self._table.parts.latent) and self._table.rows == 1
+            if is_projected:
+                latents.add_projections(part, jobs, x)
+            jobs.pause(partial(self._table.call, self.layer, part, is_projected=is_projected), self._tokens)
+            change = jobs.take("change", x.shape[-1])
+            return latents.add_output(part, jobs, change) if is_projected else change
         jobs.products(part.inputs, x, [jobs.take(f"input {at}", one.outputs) for at, one in enumerate(part.inputs)])
         jobs.pause(partial(self._table.recur, part), self._tokens)
         recurred, out = (

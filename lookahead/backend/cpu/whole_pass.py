@@ -23,8 +23,8 @@ from lookahead.backend.cpu.exact_attention import has_bits, has_bits_behind_wind
 from lookahead.backend.cpu.fused_layers import FusedLayers, is_bare
 from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
-from lookahead.backend.cpu.pass_parts import PassParts, owners_of, padded, placeholders_of
-from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassContext, PassTable
+from lookahead.backend.cpu.pass_parts import PassContext, PassParts, latent_linears, owners_of, padded, placeholders_of
+from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassTable
 from lookahead.backend.cpu.routing import serves
 from lookahead.backend.cpu.tree_mixers import TreeMixer
 from lookahead.backend.pass_attention import span_of
@@ -107,7 +107,8 @@ class WholePass:
         self._has_bits_behind_windows = self._has_bits and all(map(_has_bits_behind_windows, attentions))
         # A streamer or a stopping criterion may change these between two passes of a call.
         self._layers = [layer.module for layer in parts.layers]
-        self._inner = [*owners[1:], parts.norm.module, *([parts.head] if parts.head else []), *self._layers]
+        inner = [*self._layers, *(layer.called.module for layer in parts.layers if layer.called)]
+        self._inner = [*owners[1:], parts.norm.module, *([parts.head] if parts.head else []), *inner]
         self._forwards: list[Any] = []  # their `forward`s as of the newest pass
         self._newest_hook = RemovableHandle.next_id
 
@@ -175,7 +176,8 @@ class WholePass:
         if known is not None:
             known[kind] = table
         own = rotary(hidden, position_ids=at) if self._runs_mixers else None
-        context = PassContext(cache, [sum(counts[:row]) for row in range(rows)], before, own)
+        per_node = tree_pass.per_node if self._runs_mixers and tree_pass.attends_per_node else None
+        context = PassContext(cache, [sum(counts[:row]) for row in range(rows)], before, own, per_node)
         run = partial(table.run, hidden, positions, trees, starts, scored, context, beside)
         with attending() if is_called else nullcontext():
             if most not in self._threads:
@@ -329,7 +331,7 @@ def _has_bits_behind_windows(part: SelfAttention) -> bool:
 def _limits_of(layer: DeclaredLayer) -> AttentionLimits | str:
     """What bounds the attention of a layer, or why the kernel does not support it."""
     if layer.called:
-        return "its attention runs its own code"
+        return f"its attention {'keeps what it makes of latents' if layer.called.rotate else 'runs its own code'}"
     if (part := layer.attention) is None:
         return AttentionLimits()
     options = part.options
@@ -394,4 +396,5 @@ def whole_pass(
     limits = [] if detail else [each for each in bounds if isinstance(each, AttentionLimits)]
     is_plain = head is not None and "weight" in head._parameters and linears.may_pack(head)
     head = head if is_plain and _is_called_alone(head) else None
-    return WholePass(model, owners, PassParts(layers, last, head, limits, mixers), threads, detail)
+    parts = PassParts(layers, last, head, limits, mixers, latent_linears(layers, linears.may_pack))
+    return WholePass(model, owners, parts, threads, detail)

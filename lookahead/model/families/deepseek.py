@@ -1,11 +1,12 @@
 """DeepSeek-V2 and -V3, GLM 4.5 and 4.7 Flash, Dots: routers in float32 that choose among groups of experts.
 
-Latent attention keeps what keys and values are made of, and makes those of the whole text in every pass. It runs its
-own code.
+Latent attention keeps what keys and values are made of, and makes those of the whole text in every pass. It is called,
+but a pass over one row makes those of a text once (`lookahead.backend.cpu.latents`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ from lookahead.model.families.operations import Called, Experts, Norm, Residual,
 
 def _of_groups(scores: Tensor, values: Tensor, router: Any, outside: float) -> Tensor:
     """The scores, with those outside the groups of the largest values replaced."""
+    if router.topk_group >= router.num_group:
+        return scores
     chosen = torch.topk(values, k=router.topk_group, dim=-1, sorted=False)[1]
     mask = torch.zeros_like(values).scatter_(1, chosen, 1).bool()
     return scores.masked_fill(~mask.repeat_interleave(scores.shape[-1] // router.num_group, 1), outside)
@@ -57,13 +60,23 @@ def _layer(
     return Residual(mixer, Norm(layer.input_layernorm)), Residual(feeding, Norm(layer.post_attention_layernorm))
 
 
+def _rotation(module: Any, name: str) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """A rotary embedding of the module's file; None if another release of transformers keeps no latents."""
+    return vars(sys.modules[type(module).__module__])[name] if hasattr(module, "expand_kv") else None
+
+
 def _deepseek2(layer: Any) -> tuple[Residual, ...]:
-    angles = layer.self_attn.qk_rope_head_dim // 2
-    return _layer(layer, Called(layer.self_attn, angles, is_complex=True), _likeliest)
+    module = layer.self_attn
+    rotate = _rotation(module, "apply_rotary_emb")
+    return _layer(layer, Called(module, module.qk_rope_head_dim // 2, is_complex=True, rotate=rotate), _likeliest)
 
 
 def _latent(layer: Any) -> tuple[Residual, ...]:
-    return _layer(layer, Called(layer.self_attn, layer.self_attn.qk_rope_head_dim), _corrected)
+    module = layer.self_attn
+    name = "apply_rotary_pos_emb_interleave" if module.config.rope_interleave else "apply_rotary_pos_emb"
+    function = _rotation(module, name)
+    rotate = function and (lambda query, key, positions: function(query, key, *positions))
+    return _layer(layer, Called(module, module.qk_rope_head_dim, rotate=rotate), _corrected)
 
 
 def _glm4_moe(layer: Any) -> tuple[Residual, ...]:

@@ -327,14 +327,39 @@ class Called(NamedTuple):
         module: The mixer. Its result is the first one.
         angles: Cosines of a token.
         is_complex: Whether positions are complex numbers.
+        rotate: The rotary embedding of latent attention, for queries, a shared key and positions; else None.
     """
 
     module: Any
     angles: int
     is_complex: bool = False
-    norms: tuple[Norm, ...] = ()
+    rotate: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]] | None = None
     products: tuple[Product, ...] = ()
-    parts: tuple[Any, ...] = ()
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Those of latent attention: of latents, and of what queries are made of, if they are not made at once."""
+        if self.rotate is None:
+            return ()
+        norms = (self.module.kv_a_layernorm, *([self.module.q_a_layernorm] if self.module.q_lora_rank else []))
+        return tuple(map(Norm, norms))
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The modules whose code is not only called."""
+        return () if self.rotate is None else (self.module,)
+
+    @property
+    def latent_products(self) -> tuple[Product, ...]:
+        """Those of latent attention: of output, queries, latents, shared keys, keys and values, queries of low rank."""
+        if self.rotate is None:
+            return ()
+        module, rank = self.module, self.module.kv_lora_rank
+        queries = (module.q_a_proj, module.q_b_proj) if module.q_lora_rank else (module.q_proj,)
+        linears = module.o_proj, module.kv_b_proj, *queries
+        out, heads, query, *second = (Product(linear, 0, linear.out_features) for linear in linears)
+        both, shared = module.kv_a_proj_with_mqa, module.qk_rope_head_dim
+        return out, query, Product(both, 0, rank), Product(both, rank, shared), heads, *second
 
 
 Mixer = SelfAttention | Mlp | Experts | Recurrence | Called
