@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lookahead.kernels import eager_attention
 from lookahead.kernels.attention_blocks import (
     STEP,
     load_block,
@@ -63,7 +64,8 @@ class AttentionLimits(NamedTuple):
 
     window: int = 0  # positions that a query sees, its own included; 0 for all
     softcap: float = 0.0  # bound of the scores, in float32; 0 for none
-    sinks: Tensor | None = None  # float32 `[heads]`, contiguous: scores without a value
+    sinks: Tensor | None = None  # `[heads]`, contiguous: scores without a value; float32, or bfloat16 if `is_eager`
+    is_eager: bool = False  # whether bits are those of transformers' eager functions, not of SDPA; in bfloat16
 
 
 NO_LIMITS = AttentionLimits()
@@ -88,7 +90,7 @@ def row_attention(
         nodes: int64 `[rows, 2, most nodes]`; the parents of the nodes of each tree, and their depths.
         trees: int64 `[rows, 3]`; the slots before each root, the nodes of the tree, and how many were scored before.
         scale: Factor of the scores.
-        limits: What bounds the attention; in bfloat16 only a window.
+        limits: What bounds the attention; in bfloat16 only a window, unless `is_eager`.
 
     Returns:
         `[rows, width, heads, dim]` of that dtype, contiguous; zeros for padding.
@@ -136,6 +138,11 @@ def attention(
         scale: Factor of the scores.
         limits: See `row_attention`.
     """
+    if limits.is_eager:
+        window, softcap, sinks, _ = limits
+        return eager_attention.attention(
+            query, keys, values, out, nodes=nodes, trees=trees, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
     rows, (_, width, heads, dim), (_, slots, kv_heads, _) = len(trees), query.shape, keys.shape
     tensors, sinks = (query, keys, values, nodes, trees, groups, threads, out), limits.sinks
     bounds = limits.window, bits_of(limits.softcap), 0 if sinks is None else sinks.data_ptr()

@@ -19,11 +19,17 @@ _LENGTHS = (1, 7, 16, 40, 100, 530, 1060)  # numbers of keys of single queries
 _BETWEEN = (-25757, -30663, -30955, -37541, -45145)
 _FALLING = tuple(-1.5 - 2 * at for at in range(6))  # scores of keys whose values make outputs ever more exact
 _MANY, _SUMS = (24, 52, 560), 16  # more keys, whose weights are alike, and sums of as many
+_FEW_KEYS, _TIES, _NEAREST = (7, 20, 60), 1 << 14, 64  # numbers of keys, and of queries that are tried and taken
 _EXACT: Any = {"dtype": torch.float64, "device": "cpu"}  # a user may have set others
 
 
 def cancelling(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, prompts: Sequence[int] = ()
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    prompts: Sequence[int] = (),
+    lengths: Sequence[int] = _LENGTHS,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Queries, keys and values whose scores, or values, nearly cancel, which reveals any other order of sums.
 
@@ -32,13 +38,14 @@ def cancelling(
         heads: Heads of queries.
         kv_heads: Heads of keys and of values.
         dim: Numbers of a head.
-        prompts: Lengths of prompts, of which every token has a query; else single queries have several numbers of keys.
+        prompts: Lengths of prompts, of which every token has a query; if there are none, queries are single.
+        lengths: Numbers of keys of single queries.
 
     Yields:
         Queries `[1, heads, 1 or length, dim]`, keys and values `[1, kv_heads, length, dim]`.
     """
     source = torch.Generator().manual_seed(0)
-    for length in prompts or _LENGTHS:
+    for length in prompts or lengths:
         query, key, value = (
             torch.randn(1, count, rows, dim, generator=source, dtype=torch.float32, device="cpu")
             for count, rows in ((heads, length if prompts else 1), (kv_heads, length), (kv_heads, length))
@@ -80,6 +87,31 @@ def many_weights() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         few = torch.tensor([[0, -0.25, *_FALLING]] * _SUMS, **_EXACT)
         # Torch's exponentials of vectors are less exact, and so is what is known here about their sums.
         yield _near_middles(torch.cat([few, more], 1), 2**-22)
+
+
+def near_ties(made: Tensor, sink: float | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Single queries of heads with keys of their own, whose weights are next to the middle of two bfloat16 numbers.
+
+    So these show the last bit of the sum of weights. Values are units: outputs are the weights.
+
+    Args:
+        made: What becomes of every score before the softmax, bfloat16 `[65536]` by its bits.
+        sink: A score without a value, if there is one.
+    """
+    source, dim = torch.Generator().manual_seed(0), 64
+    for length in _FEW_KEYS:
+        scores = torch.rand(_TIES, length, generator=source, dtype=torch.float32, device="cpu") * -16
+        scores = scores.bfloat16()
+        shown = made[scores.view(torch.int16).int() & 0xFFFF]
+        if sink is not None:
+            shown = torch.cat([shown, torch.full_like(shown[:, :1], sink)], 1)
+            shown = shown - shown.amax(1, keepdim=True)
+        weights = shown.double().softmax(1)
+        places = weights.frexp().mantissa * 2**8 % 1
+        scores = scores[(places - 0.5).abs().amin(1).topk(_NEAREST, largest=False).indices]
+        query, keys = (torch.zeros(1, _NEAREST, rows, dim, dtype=torch.bfloat16, device="cpu") for rows in (1, length))
+        query[..., 0], keys[0, ..., 0] = 1.0, scores
+        yield query, keys, torch.eye(length, dim, dtype=torch.bfloat16, device="cpu").expand_as(keys).contiguous()
 
 
 def _near_middles(scores: Tensor, step: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,6 +32,13 @@ class PassParts(NamedTuple):
     latent: Sequence[Any] = ()  # the linear layers of latent attention, if the kernel multiplies by their weights
 
     @property
+    def is_eager(self) -> bool:
+        """Whether the kernel attends with the bits of the layers' eager function."""
+        pairs = zip(self.layers, self.limits, strict=False)
+        kinds = {limits.is_eager for layer, limits in pairs if layer.attention}
+        return kinds == {True}
+
+    @property
     def linears(self) -> list[Any]:
         """The linear layers of all layers."""
         return [*(linear for layer in self.layers for linear in layer.linears), *self.latent]

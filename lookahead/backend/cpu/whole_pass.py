@@ -18,23 +18,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lookahead.backend.cpu import exact_attention
+from lookahead.backend.cpu.attention_limits import limits_of
 from lookahead.backend.cpu.cpu_pass import CpuPass, thread
 from lookahead.backend.cpu.exact_attention import has_bits, has_bits_behind_windows
 from lookahead.backend.cpu.fused_layers import FusedLayers, is_bare
-from lookahead.backend.cpu.layer_jobs import DeclaredLayer
 from lookahead.backend.cpu.linears import LinearScope, packed_weights
 from lookahead.backend.cpu.pass_parts import PassContext, PassParts, latent_linears, owners_of, padded, placeholders_of
 from lookahead.backend.cpu.pass_table import MAX_BATCH_NODES, MAX_TABLE_NODES, PassTable
 from lookahead.backend.cpu.routing import serves
 from lookahead.backend.cpu.tree_mixers import TreeMixer
-from lookahead.backend.pass_attention import span_of
 from lookahead.backend.tree_pass import TreePass
-from lookahead.kernels import row_attention
+from lookahead.kernels import eager_attention, row_attention
 from lookahead.kernels.jobs import torch_on_one_thread
 from lookahead.kernels.row_attention import AttentionLimits
 from lookahead.model.attention import real_config
 from lookahead.model.cache import TreeCache
-from lookahead.model.facts import attention_name, own_attention
+from lookahead.model.facts import own_attention
 from lookahead.model.families.operations import SelfAttention
 from lookahead.model.known_code import (
     arithmetic_flags,
@@ -98,13 +97,16 @@ class WholePass:
         self._windows = {limits.window for limits in parts.limits if limits.window}
         self._ropes = list(dict.fromkeys(rope.kind for layer in parts.layers if (rope := layer.rope)))
         attentions = [layer.attention for layer in parts.layers if layer.attention]
+        fewest = (eager_attention.fewest_keys(part.heads[0], part.dim) for part in attentions if parts.is_eager)
+        self._fewest_keys = max(fewest, default=0)
         self._query_size, self.detail = max((part.width for part in attentions), default=0), detail
         self._runs_mixers, self._slots_at = any(layer.called for layer in parts.layers), parts.slotted
         self._stateful = 1 + max(
             at for at, layer in enumerate(parts.layers) if at in parts.slotted or layer.recurrence or layer.called
         )
-        self._has_bits = parts.norm.weight.dtype == torch.bfloat16 and all(map(_has_bits, attentions))
-        self._has_bits_behind_windows = self._has_bits and all(map(_has_bits_behind_windows, attentions))
+        is_half, is_eager = parts.norm.weight.dtype == torch.bfloat16, parts.is_eager
+        self._has_bits = is_half and (is_eager or all(map(_has_bits, attentions)))
+        self._has_bits_behind_windows = self._has_bits and (is_eager or all(map(_has_bits_behind_windows, attentions)))
         # A streamer or a stopping criterion may change these between two passes of a call.
         self._layers = [layer.module for layer in parts.layers]
         inner = [*self._layers, *(layer.called.module for layer in parts.layers if layer.called)]
@@ -219,7 +221,8 @@ class WholePass:
         table: PassTable | None = cache.tables.get(key)
         if table is None or not table.serves(parts, weights, of_head):
             slots = [cache.layers[at] for at in self._slots_at]
-            is_kernel = all(row_attention.is_supported(one.keys, one.keys, one.values) for one in slots)
+            kernel = eager_attention if parts.is_eager else row_attention
+            is_kernel = all(kernel.is_supported(one.keys, one.keys, one.values) for one in slots)
             if any(one.keys.dtype != like.dtype for one in slots) or not (is_called or is_kernel):
                 return None
             places = tuple(layer % (last + 1) for layer in layers)
@@ -305,6 +308,8 @@ class WholePass:
         if not self._parts.limits:
             return False
         trees = tree_pass.trees
+        if tree_pass.attends_per_node and min(starts) + 1 < self._fewest_keys:
+            return False
         if tree_pass.attends_per_node and not self._windows:
             return self._has_bits
         ends = [start + max(tree.depths.tolist()) + 1 for tree, start in zip(trees, starts, strict=True)]
@@ -326,24 +331,6 @@ def _has_bits(part: SelfAttention) -> bool:
 def _has_bits_behind_windows(part: SelfAttention) -> bool:
     heads, kv_heads = part.heads
     return has_bits_behind_windows(part.dim, heads // kv_heads, arithmetic_flags())
-
-
-def _limits_of(layer: DeclaredLayer) -> AttentionLimits | str:
-    """What bounds the attention of a layer, or why the kernel does not support it."""
-    if layer.called:
-        return f"its attention {'keeps what it makes of latents' if layer.called.rotate else 'runs its own code'}"
-    if (part := layer.attention) is None:
-        return AttentionLimits()
-    options = part.options
-    span = span_of(part.module, {})
-    softcap, sinks = options.get("softcap"), options.get("s_aux")
-    if attention_name(real_config(part.module.config)) == "sdpa":
-        softcap = None  # transformers' SDPA attention does not apply it
-    if span.chunk is not None:
-        return "its attention is by chunks"
-    if (softcap or sinks is not None) and layer.norms[0].weight.dtype != torch.float32:
-        return "its attention has soft caps or sinks, whose bits the kernel does not have"
-    return AttentionLimits(options.get("sliding_window", span.window) or 0, softcap or 0.0, sinks)
 
 
 def whole_pass(
@@ -389,7 +376,7 @@ def whole_pass(
         return "its last norm is not fused, or of another type than its layers"
     if not all(linears.may_pack(linear) for layer in layers for linear in layer.linears):
         return "some of its weights are not packed"
-    bounds = [_limits_of(layer) for layer in layers]
+    bounds = [limits_of(layer) for layer in layers]
     detail = next((each for each in bounds if isinstance(each, str)), "")
     if detail and torch.float32 in dtypes and not any(layer.called for layer in layers):
         return detail
