@@ -56,6 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Starcoder2": ("Starcoder2", DENSE),
     "GPTNeoX": ("GPTNeoX", {**DENSE, "head_dim": None}),
+    "OPT": ("OPT", {**DENSE, "ffn_dim": 4096, "word_embed_proj_dim": 1024}),
     "Phi3": ("Phi3", DENSE),
     "Olmo2": ("Olmo2", DENSE),
     "Olmo3": ("Olmo3", {**DENSE, "sliding_window": 512}),
@@ -82,6 +83,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Lfm2": ("Lfm2", {**DENSE, "head_dim": None}),
+    "Lfm3": (
+        "Lfm3",
+        {
+            **DENSE, "sliding_window": 512,
+            "layer_types": ["conv", "conv", "sliding_attention"] * 7 + ["conv", "conv", "full_attention"],
+        },
+    ),
     "Qwen3_5": ("Qwen3_5Text", {**DENSE, "head_dim": 128}),
     "GraniteMoeHybrid": (
         "GraniteMoeHybrid",
