@@ -79,7 +79,7 @@ def reasons_of(model: Any, **options: Any) -> dict[str, tuple[bool, str]]:
 
 
 def test_a_report_says_why_a_path_does_not_serve(tiny_llama: Any, own_cache_folder: Path) -> None:
-    assert reasons_of(build(FAMILIES["GPT2"]))["fused layers"] == (
+    assert reasons_of(build(FAMILIES["GPTJ"]))["fused layers"] == (
         False,
         f"0 of 0 layers; they are for {', '.join(sorted(family.name for family in DECLARED))}",
     )

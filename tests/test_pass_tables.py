@@ -31,7 +31,7 @@ def test_every_table_has_the_numbers_of_its_own_jobs(name, slopes, dtype, calls,
         for tokens, slot in ((1, 0), (4, 2), (2, 9)):
             written = hidden.new_empty(tokens, self.outputs)
             numbers = np.empty_like(self._affine[0])
-            pass_table._lay_out(self._affine, tokens, slot, written.data_ptr(), numbers)
+            pass_table.lay_out(self._affine, tokens, slot, written.data_ptr(), numbers)
             assert numbers.tolist() == self._numbers(cache, tokens, slot, written).tolist()
 
     monkeypatch.setattr(pass_table.PassTable, "__init__", checked)
