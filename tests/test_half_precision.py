@@ -111,6 +111,17 @@ def test_drafts_of_one_prompt_give_the_tokens_and_logits_of_generate(name: str, 
     compare(model, prompts(4), LARGE, max_new_tokens=8, do_sample=False)
 
 
+@pytest.mark.parametrize("config", [PLAIN, DRAFTED], ids=["plain", "drafted"])
+@pytest.mark.parametrize("name", ["llama", "gemma2, softcapping"])
+def test_sampled_rows_share_the_draws_of_generate_though_each_prompt_is_read_alone(name: str, config: Any) -> None:
+    model, ids = shared(name, torch.bfloat16), prompts(1, rows=3).repeat(1, 2)
+    options, outputs = {"max_new_tokens": 16, "do_sample": True, "pad_token_id": 0}, []
+    for ours in ({}, {"custom_generate": lookahead.decode, "lookahead_config": config}):
+        torch.manual_seed(5)
+        outputs.append(model.generate(ids, **options, **ours))
+    assert torch.equal(*outputs)
+
+
 def test_no_bits_are_promised_under_autocast_and_what_was_found_there_is_not_kept() -> None:
     model = made("llama", torch.bfloat16)
     with torch.autocast("cpu", torch.float16):

@@ -363,8 +363,9 @@ class Engine:
                 self._remove(first + i)
         for row in self._rows if self._isolates else self._rows[:1]:
             if not row.chooser.is_plain_greedy:
-                # Rows share random draws only if they all belong to one batch.
-                row.chooser.forget_before(row.emitted if self._isolates else min([row.emitted for row in self._rows]))
+                # Rows share random draws only if they all belong to one batch, whose last rows may yet be read.
+                sharing = [row] if self._isolates else [*self._rows, *(each for each in self.batch if not each.emitted)]
+                row.chooser.forget_before(min(each.emitted for each in sharing))
         return results
 
     def end(self, index: int) -> None:
