@@ -82,7 +82,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True,
         },
     ),
-    "Lfm2": ("Lfm2", {**DENSE, "head_dim": None}),
+    "Lfm2": ("Lfm2", {**DENSE, "head_dim": None, "layer_types": ["conv", "conv", "full_attention"] * 8}),
     "Lfm3": (
         "Lfm3",
         {

@@ -40,7 +40,7 @@ from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.drafting.tree import TokenTree
 from lookahead.loading.loading import DEFAULT_MODEL
 from lookahead.loading.quantized import QuantizedLinear
-from lookahead.model.facts import CACHE, is_sequential
+from lookahead.model.facts import CACHE, may_keep_states
 
 STEP = "transformers, 1 token"
 WAYS = {"exact": BitPolicy.SOLO, "fast": BitPolicy.ROUNDED}
@@ -125,7 +125,7 @@ def measure(
     def step() -> None:
         with torch.inference_mode():
             causal_lm(torch.tensor([[5]]), **{CACHE: own})
-        if not is_sequential(model):  # states cannot be cut back; a text that grows by a token a round is as good
+        if not may_keep_states(model):  # states cannot be cut back; a text that grows by a token a round is as good
             own.crop(-1)
 
     trees = {width: branching_tree(width, vocabulary) for width in widths}
