@@ -169,11 +169,12 @@ def test_gates_of_rows_that_are_apart_have_the_values_of_torch():
 
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF])
-def test_one_gate_for_a_head_multiplies_its_numbers_in_place(dtype):
-    gates, heads = random(15, 1).to(dtype), random(15, 640).to(dtype)
+@pytest.mark.parametrize("dim", [1, 7, 64, 640])
+def test_one_gate_for_a_head_multiplies_its_numbers_in_place(dtype, dim):
+    gates, heads = random(15, 1).to(dtype), random(15, dim).to(dtype)
     expected = heads * torch.sigmoid(gates)
     formula = activation_of(nn.Sigmoid(), dtype)
-    run(layer_ops.gating(gates.expand(-1, 640), heads, *formula, out=heads))
+    run(layer_ops.gating(gates.expand(-1, dim), heads, *formula, out=heads))
     torch.testing.assert_close(heads, expected, rtol=1e-6 if dtype == SINGLE else 0, atol=0)
 
 
