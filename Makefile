@@ -20,7 +20,7 @@ TWO_CORES := --numprocesses 2 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-changed test-all test-gpu test-clients test-front-ends test-newest test-vllm install-newest dist lint types format clean
+.PHONY: help demo test core test-changed test-all test-gpu test-clients test-front-ends test-newest test-vllm install-newest dist lint types format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,7 +28,11 @@ help: ## show this list
 demo: $(VENV)/.installed ## summarize an example document, plain and with lookahead, side by side
 	$(BIN)/lookahead summarize $(DEMO_DOCUMENT) --compare --format text
 
-test: lint types ## lint, type check and the core tests
+# mypy has one process, so it runs beside the tests.
+test: lint ## lint, type check and the core tests
+	$(MAKE) --jobs 2 types core
+
+core: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(TWO_CORES)
 
 test-changed: $(VENV)/.installed-test ## the extended tests of the rooms that differ from the main branch

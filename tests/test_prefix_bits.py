@@ -25,7 +25,7 @@ TEXT = prompts_of((1700,))[0].tolist()
 # Tokens that a prompt shares with the text, and its own after them.
 RAGGED = [(90, 40), (300, 2), (512, 1), (512, 2), (514, 100), (760, 300), (1023, 9), (1024, 1), (1100, 130)]
 RAGGED += [(1540, 7), (1600, 1)]
-has_kernel = pytest.mark.skipif(not has_bits_of_prompts(64), reason="this CPU adds in another order")
+has_kernel = pytest.mark.usefixtures("prompt_kernel")
 
 
 def questions() -> list[list[int]]:

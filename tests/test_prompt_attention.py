@@ -20,7 +20,7 @@ from lookahead.kernels import prompt_attention
 from lookahead.kernels.prompt_attention import FEWEST, tokens_alike
 from lookahead.model.known_code import arithmetic_flags
 
-has_kernel = pytest.mark.skipif(not has_bits_of_prompts(64), reason="this CPU adds in another order")
+has_kernel = pytest.mark.usefixtures("prompt_kernel")
 
 
 def tensors_of(width: int, slots: int, heads: int, kv_heads: int, dim: int) -> list[Tensor]:

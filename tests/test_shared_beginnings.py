@@ -17,7 +17,6 @@ from transformers import LogitsProcessor
 import lookahead
 from lookahead.backend import pass_attention, self_check
 from lookahead.backend.cpu.cpu_backend import CpuBackend
-from lookahead.backend.cpu.exact_attention import has_bits_of_prompts
 from lookahead.backend.prompt_groups import PromptGroup, groups_of
 from lookahead.decoding.prompts import PromptReader
 from lookahead.decoding.request import Completion
@@ -83,7 +82,7 @@ def test_half_precision_copies_nothing_where_no_kernel_has_the_bits_of_the_whole
     assert [one.stats.reused_tokens for one in done] == [0, 0, 0]
 
 
-has_kernel = pytest.mark.skipif(not has_bits_of_prompts(64), reason="this CPU adds in another order")
+has_kernel = pytest.mark.usefixtures("prompt_kernel")
 LONG = prompts_of((1600,))[0]
 
 
