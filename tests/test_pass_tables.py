@@ -13,6 +13,7 @@ from lookahead.backend.cpu import pass_table
 from tests.support.small_layers import HALF, PACKED, SINGLE, attends, made
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("slopes", ["kept", "wrong", "too few"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -34,10 +35,11 @@ def questions() -> list[list[int]]:
     return [*asked, *asked[::4]]
 
 
-def expected_of(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+@cache
+def expected_of(name: str, prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
     """The tokens of `generate` and their log-probabilities, whose last bits show those of the logits."""
     given = torch.tensor([prompt])
-    out = model.generate(
+    out = wide(name).generate(
         given, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
     )
     tokens = out.sequences[0, len(prompt) :].tolist()
@@ -58,14 +60,16 @@ def test_the_server_gives_the_bits_of_generate_whatever_it_has_read_before(name,
     model = wide(name)
     prefixes_of(model, 0)
     loop, reused = serving(model, tiny_tokenizer, rows=rows), list[int]()
-    for at, prompt in enumerate(questions()):
+    # Attention that is not SDPA's takes long for long texts, and copies nothing.
+    asked = [prompt for prompt in questions() if name != "eager" or len(prompt) < 800]
+    for at, prompt in enumerate(asked):
         tokens, logs, stats = answered(loop, prompt)
-        assert (at, tokens, logs) == (at, *expected_of(model, prompt))
+        assert (at, tokens, logs) == (at, *expected_of(name, tuple(prompt)))
         reused.append(stats.reused_tokens)
         if at % 4 == 3:  # the next turn of a chat
             turn = [*prompt, *tokens, 7, 8, 9]
             tokens, logs, _ = answered(loop, turn)
-            assert (at, tokens, logs) == (at, *expected_of(model, turn))
+            assert (at, tokens, logs) == (at, *expected_of(name, tuple(turn)))
     assert any(reused) == (has_bits_of_prompts(64) and name in ("llama", "qwen2"))
 
 
@@ -76,7 +80,7 @@ def test_outputs_of_a_server_that_run_together_keep_the_bits_of_generate(serving
     clients = [Client(loop, GenerationRequest(ids=prompt, options=options)) for prompt in prompts]
     for client, prompt in zip(clients, prompts, strict=True):
         assert client.wait().stats.exactness == "bitwise"
-        assert client.tokens == expected_of(model, prompt)[0]
+        assert client.tokens == expected_of("llama", tuple(prompt))[0]
 
 
 def test_a_server_copies_as_much_as_is_shared_where_it_may_round(serving, tiny_tokenizer):
