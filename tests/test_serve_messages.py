@@ -14,7 +14,6 @@ from lookahead.serving.messages import MessagesBody
 from tests.support.running_server import LONG, Running, folder, server
 
 __all__ = ["folder", "server"]  # fixtures
-anthropic = pytest.importorskip("anthropic")
 SCHEMA = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
 FORCED: Any = {
     "tools": [{"name": "f", "input_schema": SCHEMA}],
@@ -24,6 +23,7 @@ FORCED: Any = {
 
 
 def client_of(running: Running, key: str = "secret") -> Any:
+    anthropic = pytest.importorskip("anthropic")  # takes seconds
     return anthropic.Anthropic(base_url=f"http://127.0.0.1:{running.port}", api_key=key, max_retries=0, timeout=120)
 
 
@@ -189,6 +189,7 @@ def test_what_is_not_served_is_refused_in_the_form_of_the_api(server, fields, na
 
 
 def test_errors_are_those_of_the_client(folder):
+    anthropic = pytest.importorskip("anthropic")
     running = Running(folder, api_keys=["secret"], max_body=3000, timeout_s=0.5)
     try:
         with client_of(running, "wrong") as client, pytest.raises(anthropic.AuthenticationError, match="API key"):
