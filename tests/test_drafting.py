@@ -113,6 +113,17 @@ def test_required_nodes_stand_before_likelier_ones() -> None:
     assert sorted(draft.tree.tokens.tolist()) == [1, 2, 3, 4, ROOT]
 
 
+@given(st.lists(st.one_of(st.none(), proposals()), max_size=4), st.integers(0, 40), st.sets(st.integers(0, 3)))
+def test_a_draft_has_no_node_behind_a_token_that_ends_the_output(offers, budget, ends) -> None:
+    offers = [offer and offer._replace(required=0) for offer in offers]
+    draft = merge(ROOT, offers, Limits(budget, 8), ends=np.array([*ends, ROOT], np.int64))
+    drafted = paths(draft.tree.tokens, draft.tree.parents)
+    assert not any(ends.intersection(path[:-1]) for path in drafted)
+    whole = merge(ROOT, offers, Limits(999, 8)).tree
+    endless = [path for path in paths(whole.tokens, whole.parents)[1:] if not ends.intersection(path[:-1])]
+    assert len(draft.tree) - 1 == min(budget, len(endless))
+
+
 @pytest.mark.parametrize("offers", [[], [None], [chain()]])
 def test_nothing_offered_is_the_root_alone(offers: list[Proposal | None]) -> None:
     draft = merge(ROOT, offers, Limits(16, 16))

@@ -104,6 +104,20 @@ def test_a_step_emits_the_whole_of_a_draft_that_is_right_and_one_token_more(tiny
     assert [step[0].tokens.tolist() for step in steps] == [answer[len(IDS) : len(IDS) + 1], answer[len(IDS) + 1 :]]
 
 
+@pytest.mark.parametrize("which", [1, 2, -1])
+def test_a_draft_ends_where_the_output_does(tiny_llama: Any, which: int) -> None:
+    ids, options = torch.tensor([IDS]), {"max_new_tokens": 20, "do_sample": False}
+    answer = tiny_llama.generate(ids, **options)[0].tolist()
+    end = list(dict.fromkeys(answer[len(IDS) :]))[which]
+    options |= {"max_new_tokens": 30, "eos_token_id": [10**12, end]}  # the first is not even a number of 32 bits
+    expected = tiny_llama.generate(ids, **options)[0].tolist()
+    config = LookaheadConfig(draft="fixed", max_nodes=20)
+    with drafting_by(perfect([answer])):
+        _, (drafted,) = engine_of(tiny_llama, ids, **options, lookahead_config=config).run()
+    assert drafted.tokens.tolist() == expected[len(IDS) + 1 :] and drafted.draft is not None
+    assert drafted.draft.tree.tokens.tolist() == expected[len(IDS) :]
+
+
 def test_a_call_enters_few_files_before_its_first_text(tiny_llama: Any, tiny_tokenizer: Any) -> None:
     stream: Callable[[list[int]], Iterator[str]] = lambda ids: lookahead.stream(  # noqa: E731
         tiny_llama, tiny_tokenizer, ids, max_new_tokens=80, do_sample=False

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lookahead.drafting.cost_model import FloatArray
 from lookahead.drafting.tree import IntArray, TokenTree
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _BESIDE_JUDGE = 0.1  # factor on the probability of a node that the surest proposer passed over
 _CERTAIN = np.ones(1)
 _NONE_REQUIRED = np.zeros(1, np.int32)
+NO_ENDS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class Draft(NamedTuple):
@@ -53,6 +55,7 @@ def merge(
     sources: Sequence[int] | None = None,
     costs: FloatArray = FREE,
     judge: int = 0,
+    ends: NDArray[np.int64] = NO_ENDS,
 ) -> Draft:
     """Merge proposals by prefix and select the nodes with the most expected tokens per cost.
 
@@ -69,6 +72,7 @@ def merge(
             are free.
         judge: The bits of a proposer that is surer than the others: a node of theirs beside its nodes, which it does
             not offer, counts a tenth of its probability.
+        ends: int64 `[n]`, the tokens that end the output: no node behind one is selected.
 
     Raises:
         ValueError: `sources` and `proposals` differ in length.
@@ -95,7 +99,7 @@ def merge(
     if not arrays:
         return Draft(TokenTree.root(root), tuple(np.zeros(0, np.int32) for _ in proposals))
     offered = arrays[0] if len(arrays) == 1 else tuple(map(np.concatenate, zip(*arrays, strict=True)))
-    whole, path_probs, placed = _merge(root, offered, np.array(offers), (*limits,), costs, judge)
+    whole, path_probs, placed = _merge(root, offered, np.array(offers), (*limits,), costs, judge, ends)
     tree = TokenTree(whole[0], whole[1], whole[2], whole[3])
     return Draft(tree, tuple([placed[nodes] for nodes in ranges]), path_probs, whole[4], proposals)
 
@@ -159,7 +163,7 @@ def fit(drafts: Sequence[Draft], costs: FloatArray, batch: BatchValue, *, ragged
 
 
 @njit(error_model="numpy")
-def _merge(root, offered, offers, limits, costs, judge):
+def _merge(root, offered, offers, limits, costs, judge, ends):
     """Tokens, parents, depths, sources and required flags, int32 `[5, nodes]`; path probabilities; places of nodes."""
     merged, path_probs, placed = union(root, offered, offers)
     parents = merged[1]
@@ -172,6 +176,9 @@ def _merge(root, offered, offers, limits, costs, judge):
                 path_probs[node] *= _BESIDE_JUDGE
     for node in range(1, len(path_probs)):
         path_probs[node] *= path_probs[parents[node]]
+        for end in ends:
+            if parents[node] and merged[0, parents[node]] == end:
+                path_probs[node] = 0.0
         if limits[3]:
             merged[4, node] = 0
     order = select(parents, merged[2], path_probs, merged[4], limits, costs)

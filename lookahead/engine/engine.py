@@ -269,7 +269,7 @@ class Engine:
         drafts = [
             merge(
                 row.last_token, proposals, Limits(size, tokens - 1, least, is_chain, plan.node_bonus_tokens),
-                sources=self._source_counts, costs=costs, judge=self._judge,
+                sources=self._source_counts, costs=costs, judge=self._judge, ends=row.ends,
             )
             for row, proposals, size, tokens in zip(rows, proposed, sizes, left, strict=True)
         ]  # fmt: skip

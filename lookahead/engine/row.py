@@ -71,6 +71,7 @@ class Row:
         self.index, self.padding, self.place, self.device = index, padding, place, device
         self.chooser, self.stopping = chooser, stopping
         self.forcing = chooser.forcing[place]
+        self.ends: NDArray[np.int64] = np.array([*stopping.eos_tokens], np.int64)  # no draft goes on behind one
         self.length, self.last_token = len(ids), int(ids[-1])
         self.ids = np.array(ids, np.int64)  # grows on demand: the limit may be any number
         self.stats = DecodingStats(prompt_tokens=len(ids) - padding)
