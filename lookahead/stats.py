@@ -50,6 +50,8 @@ class DecodingStats:
         backend: The backend that scored the tokens and its path: `"CpuBackend: passes as one call"`, or
             `"transformers"` for its own loop. The sum of rows with different backends says `"several"`; empty for beam
             search.
+        fallback_reason: Why transformers' own loop decoded, as in the warning; empty if drafts were possible. The sum
+            of rows with different ones says `"several"`.
         dtype: The type of the model, such as `"float32"`; `"several"` for a sum of rows with different ones.
     """
 
@@ -71,6 +73,7 @@ class DecodingStats:
     decode_s: float = 0.0
     ttft_s: float = 0.0
     backend: str = ""
+    fallback_reason: str = ""
     dtype: str = ""
 
     @property
@@ -146,7 +149,7 @@ class DecodingStats:
         return self.decoded_tokens / self.decode_s if self.decode_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Counters, rates and seconds as a JSON-ready dict."""
+        """Counters, rates and seconds as a JSON-ready dict, with `fallback_reason` if there is one."""
         shown: dict[str, Any] = {}
         for digits, names in _SHOWN:
             for name in names.split():
@@ -155,7 +158,7 @@ class DecodingStats:
                     ordered = sorted(value.items()) if name == "acceptance_histogram" else value.items()
                     value = {str(key): round(each, digits) for key, each in ordered}
                 shown[name] = round(value, digits) if isinstance(value, float) else value
-        return shown
+        return shown | ({"fallback_reason": self.fallback_reason} if self.fallback_reason else {})
 
 
 def total(rows: Iterable[DecodingStats]) -> DecodingStats:

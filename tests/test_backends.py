@@ -173,9 +173,20 @@ def test_stats_name_what_scored_the_tokens(tiny_llama: Any, tiny_tokenizer: Any)
     assert together.stats.to_dict()["backend"] == expected
     done = lookahead.stream_many(tiny_llama, tiny_tokenizer, ["abc", "The cat"], **options)
     assert [each.stats.backend for each in done] == [expected] * 2
-    with pytest.warns(UserWarning, match="its state is sequential"):
-        plain = lookahead.generate(build(FAMILIES["RecurrentGemma"]), tiny_tokenizer, ["abc", "The cat"], **options)
-    assert [each.backend for each in (*plain.row_stats, plain.stats)] == ["transformers"] * 3
+    assert together.stats.fallback_reason == "" and "fallback_reason" not in together.stats.to_dict()
+
+
+@pytest.mark.filterwarnings("ignore:the tokenizer '' may belong to another model")
+@pytest.mark.parametrize("beams", [1, 2])
+def test_stats_say_why_transformers_decoded(tiny_tokenizer: Any, beams: int) -> None:
+    options: Any = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    model, told = build(FAMILIES["RecurrentGemma"]), "its state is sequential"
+    with pytest.warns(UserWarning, match=told) as warned:
+        plain = lookahead.generate(model, tiny_tokenizer, ["abc", "The cat"], **options)
+    (reason,) = {str(each.message) for each in warned if told in str(each.message)}
+    shown = [*plain.row_stats, plain.stats]
+    assert [each.backend for each in shown] == ["transformers" if beams == 1 else ""] * 3
+    assert {each.fallback_reason for each in shown} == {reason} == {shown[0].to_dict()["fallback_reason"]}
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,8 @@ class RequestPlan:
             if self.reason and warns:
                 warn(self.reason)
             sample = outside_passes()(own_sample(call))
-            return PlainLoop(sample, call.input_ids, self.lengths, call.stopping_criteria, self.context)
+            ids, criteria = call.input_ids, call.stopping_criteria
+            return PlainLoop(sample, ids, self.lengths, criteria, self.context, self.reason)
         rows, encoded = self.rows()
         warp = warp_of(call.logits_processor) if self.is_sampled else None
         given: Any = {"warp": warp, "encoded": encoded, "reading": self.reading}

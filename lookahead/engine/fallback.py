@@ -28,7 +28,8 @@ class PlainLoop:
     """Has the interface of `Engine`; runs transformers' own loop once and returns all tokens in one step.
 
     The loop, `sample`, takes `stopping_criteria` and returns ids, int64 `[batch, tokens + new]`. `lengths`, int64
-    `[batch]`, are the lengths of prompts without padding; `context` is the maximum tokens of a row, None for no limit.
+    `[batch]`, are the lengths of prompts without padding; `context` is the maximum tokens of a row, None for no limit;
+    `reason` says why nothing is drafted.
     """
 
     takes_streamer = True
@@ -40,13 +41,14 @@ class PlainLoop:
         lengths: NDArray[np.int64],
         criteria: StoppingCriteriaList,
         context: int | None = None,
+        reason: str = "",
     ) -> None:
         self._criteria = _RecordingCriteria(criteria)
         # `model.generate` runs its loops without gradients; this one may run outside it.
         self.sample = partial(torch.no_grad()(sample), stopping_criteria=self._criteria)
         self._width = input_ids.shape[1]
         self._context = context
-        self.stats = [DecodingStats(prompt_tokens=int(length)) for length in lengths]
+        self.stats = [DecodingStats(prompt_tokens=int(n), fallback_reason=reason) for n in lengths]
 
     def serving(self, *, is_alone: bool = False) -> AbstractContextManager[None]:
         """Does nothing: the model runs unchanged."""

@@ -190,8 +190,7 @@ class BeamLoop(PlainLoop):
         search = partial(search, stopping_criteria=stopping_criteria)
         trusted = self._config.trust_user_code
         if reason := users_reason(model, trusted=trusted):
-            warn(f"{reason}; the beams are searched as transformers does")
-            return search(model, **options)
+            return self._search_plainly(search, f"{reason}; the beams are searched as transformers does")
         if kind_of(model).has_encoder:
             if model.dtype != torch.float32:
                 self._policy = BitPolicy.BATCH  # transformers runs all passes
@@ -216,9 +215,15 @@ class BeamLoop(PlainLoop):
                 raise UnsupportedModelError(
                     f"{reason}; leave out {self._config.demands} to search as transformers does"
                 )
-            warn(f"{reason}; they are searched as transformers does")
-            return search(model, **options)
+            return self._search_plainly(search, f"{reason}; they are searched as transformers does")
         return self._search_trees(search)
+
+    def _search_plainly(self, search: Callable[..., Any], reason: str) -> Any:
+        """Search as transformers does, and say why."""
+        warn(reason)
+        for stats in self.stats:
+            stats.fallback_reason = reason
+        return search(self._model, **self._model_kwargs)
 
     def _search_trees(self, search: Callable[..., Any]) -> Any:
         """Search over one token tree per prompt."""
