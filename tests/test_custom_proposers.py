@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -382,6 +383,9 @@ DRAWN: dict[str, tuple[Callable[[Proposal], Proposal], str]] = {
     "origin": (lambda offer: offer._replace(draws=Draws(torch.ones(1, 9), np.ones(3, np.int32))), "origins outside"),
     "impossible": (lambda offer: offer._replace(draws=Draws(torch.zeros(1, 9), np.zeros(3, np.int32))), "is 0"),
 }
+for wrong in (math.nan, math.inf, -0.5):
+    told = Draws(torch.tensor([[0.1] * 8 + [wrong]]), np.zeros(3, np.int32))
+    DRAWN[str(wrong)] = (lambda offer, told=told: offer._replace(draws=told), "negative, infinite or NaN")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("fault", DRAWN)

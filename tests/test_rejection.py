@@ -316,8 +316,17 @@ def test_coins_and_draws_fall_as_weighted() -> None:
     torch.manual_seed(0)
     assert not any(coin(0.0) for _ in range(100)) and all(coin(1.0) for _ in range(100))
     assert sum(coin(0.3) for _ in range(20_000)) / 20_000 == pytest.approx(0.3, abs=0.015)
-    counts = np.bincount([draw(torch.tensor([1.0, 0.0, 3.0]).double()) for _ in range(20_000)], minlength=3)
-    assert (counts / 20_000).tolist() == pytest.approx([0.25, 0.0, 0.75], abs=0.015)
+    counts = np.bincount([draw(torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0]).double()) for _ in range(20_000)], minlength=5)
+    assert (counts / 20_000).tolist() == pytest.approx([0.0, 0.25, 0.0, 0.75, 0.0], abs=0.015)
+
+
+def test_a_draw_is_a_token_of_some_weight_whatever_the_random_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.tensor([0.0, 5e-324, 0.3, 0.0, 1e-12, 0.0]).double()
+    ends = weights.cumsum(0) / weights.sum()
+    for at in (0.0, *ends[1:5].tolist(), 1.0 - 2.0**-53):
+        at = min(at, 1.0 - 2.0**-53)
+        monkeypatch.setattr(torch, "rand", lambda *_, **options: torch.tensor(at, dtype=options["dtype"]))  # noqa: B023
+        assert float(weights[draw(weights)]) > 0.0
 
 
 def test_where_nothing_is_sampled_the_output_is_that_of_generate() -> None:

@@ -184,5 +184,7 @@ class ValidatedProposer(BatchProposer):
             return f"with draws of shapes {tuple(distributions.shape)} and {origins.shape}"
         if size > 1 and not 0 <= origins[1:].min() <= origins[1:].max() < len(distributions):
             return f"with origins outside of its {len(distributions)} distributions"
+        if size > 1 and not (distributions.min() >= 0.0 and distributions.sum().isfinite()):
+            return "with a probability that is negative, infinite or NaN in a distribution"
         drawn = distributions[torch.from_numpy(origins[1:]).long(), torch.from_numpy(offer.tokens[1:]).long()]
         return "" if bool((drawn > 0).all()) else "with a node whose probability in its distribution is 0"
