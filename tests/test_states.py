@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -58,6 +58,19 @@ def test_no_draft_changes_a_token(family: Any, offer: str, inputs: dict[str, Any
             lookahead_config=FIXED,
         )
     assert torch.equal(got, expected)
+
+
+def test_a_cache_with_layers_of_an_unknown_kind_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unknown(cache_utils.LinearAttentionLayer):
+        pass
+
+    assert mixers_of(build(FAMILIES["Lfm2"]))
+    monkeypatch.setitem(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "conv", Unknown)
+    model = build(FAMILIES["Lfm2"])
+    expected = generate(model, ONE, max_new_tokens=8)
+    with pytest.warns(UserWarning, match="decoded plainly"):
+        got = generate(model, ONE, max_new_tokens=8, custom_generate=lookahead.decode)
+    assert not mixers_of(model) and torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES_OF_STATES, by_feature=True))

@@ -18,7 +18,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
 from lookahead.model.slots import MOST_PARTS, Origin, RowCopy, RowStates, SlotBlock, SlotForm, new_origin, zeros
-from lookahead.model.state_layers import Levels, StateLayer, States, has_states
+from lookahead.model.state_layers import Levels, StateLayer, States
 
 _GROWTH = 1.5  # of the slots per row, if they are too few
 
@@ -176,6 +176,19 @@ class StateTreeLayer(StateLayer, TreeLayer):
         (TreeLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
 
 
+KINDS: dict[str, Callable[[Any, TreeSlots], Any]] = {
+    "DynamicLayer": lambda layer, slots: TreeLayer(slots),
+    "DynamicSlidingWindowLayer": lambda layer, slots: TreeLayer(slots, layer.sliding_window),
+    "LinearAttentionLayer": lambda layer, slots: StateLayer(layer.number_of_states),
+    "LinearAttentionAndFullAttentionLayer": lambda layer, slots: StateTreeLayer(slots, None, layer.number_of_states),
+    "LinearAttentionAndSlidingWindowAttentionLayer": lambda layer, slots: StateTreeLayer(
+        slots, layer.sliding_window, layer.number_of_states
+    ),
+    "DummyLayer": lambda layer, slots: layer,  # it holds nothing
+}
+"""The layer that stands in a `TreeCache` for each kind of layer of a transformers cache with states."""
+
+
 class TreeCache(Cache):
     """The KV cache of passes over token trees. Layers are made when the first pass reaches them, and grow.
 
@@ -187,7 +200,7 @@ class TreeCache(Cache):
         rows: Rows of the batch.
         capacity: Initial slots per row.
         windows: Positions that each layer of a `DynamicCache` keeps for a query; None for all.
-        like: The layers of a transformers cache, if some have states.
+        like: The layers of a transformers cache, if some have states; each of one of `KINDS`.
     """
 
     layers: Any  # `TreeLayer`, `StateLayer` or `StateTreeLayer`
@@ -207,7 +220,7 @@ class TreeCache(Cache):
         self.levels: Levels | None = None  # of the newest pass over trees, if there are states
         self._ahead = set[int]()  # rows whose states include an uncommitted root
         if like:
-            super().__init__(layers=[_layer_like(each, slots) for each in like])
+            super().__init__(layers=[KINDS[type(layer).__name__](layer, slots) for layer in like])
         else:
             super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
         self.states: list[StateLayer] = [layer for layer in self.layers if isinstance(layer, StateLayer)]
@@ -373,12 +386,3 @@ class TreeCache(Cache):
         self.slots.lengths[last], self.slots.origins[last] = 0, new_origin()
         self.slots.active = last
         return last
-
-
-def _layer_like(layer: Any, slots: TreeSlots) -> Any:
-    """The `TreeCache` layer in place of a layer of a `DynamicCache`."""
-    window: int | None = getattr(layer, "sliding_window", None)
-    if not has_states(layer):
-        return TreeLayer(slots, window) if isinstance(layer, CacheLayerMixin) else layer
-    count: int = layer.number_of_states
-    return StateTreeLayer(slots, window, count) if isinstance(layer, CacheLayerMixin) else StateLayer(count)

@@ -6,7 +6,7 @@ of a batch of single tokens, each with a copy of its parent's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,10 +23,6 @@ States = dict[tuple[str, int], Tensor]
 
 KEEPS_STATES = hasattr(cache_utils.Cache, "get_conv_state")  # earlier releases of transformers lack it
 _Layer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
-_ATTENTION = {"DynamicLayer", "DynamicSlidingWindowLayer"}
-_SERVED = {*_ATTENTION, "DummyLayer", "LinearAttentionLayer"} | {
-    *("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
-}
 
 
 class Level(NamedTuple):
@@ -200,8 +196,3 @@ def cache_layers(config: Any) -> list[Any]:
     """The layers of a transformers cache for a configuration if some have states; otherwise none."""
     layers: list[Any] = DynamicCache(config=config).layers if KEEPS_STATES else []
     return layers if any(map(has_states, layers)) else []
-
-
-def unserved_layers(layers: Sequence[Any]) -> Iterator[str]:
-    """The kinds of cache layers that a `TreeCache` cannot replace."""
-    return (type(layer).__name__ for layer in layers if type(layer).__name__ not in _SERVED)

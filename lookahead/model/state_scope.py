@@ -16,11 +16,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lookahead.drafting.tree import IntArray
 from lookahead.errors import is_out_of_memory
-from lookahead.model.cache import TreeCache
+from lookahead.model.cache import KINDS, TreeCache
 from lookahead.model.facts import cache_input, decoder_of, decoder_vocabulary, input_device
 from lookahead.model.level_calls import LevelCalls, MixTrees, SharedLinear, thread
 from lookahead.model.model_state import patched_attribute, plan_of, state_of
-from lookahead.model.state_layers import cache_layers, has_states, states_in, unserved_layers
+from lookahead.model.state_layers import cache_layers, has_states, states_in
 
 _TEXT = 8  # tokens of a probe's text
 _MOST_BYTES, _SHARE_OF_WEIGHTS = 64 << 20, 4  # limit of the states of a pass: the bytes, or the share of the weights
@@ -129,7 +129,7 @@ def mixers_of(model: PreTrainedModel) -> Mixers:
     The first call for a model finds them by a pass over a few tokens, and a file keeps them for later processes.
     """
     layers = cache_layers(model.config.get_text_config(decoder=True))
-    if not layers or decoder_of(model) is not model or any(unserved_layers(layers)):
+    if not layers or decoder_of(model) is not model or not {type(layer).__name__ for layer in layers} <= KINDS.keys():
         return _NONE
     return state_of(model).probed("mixers", model, partial(_find_mixers, model, layers), Mixers.of)
 
