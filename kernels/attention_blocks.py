@@ -38,20 +38,20 @@ def load_block(keys, words, values, begin, size, head, transposed, block, is_hal
 def load_keys(keys, words, values, begin, size, head, transposed, is_half):
     """Copy some keys, transposed: widened, or with `transpose_fourths` as pairs for the CPU's instruction."""
     (_, heads, dim), count, whole = keys.shape, words.shape[2], size // LANES * LANES
-    each, step, together, is_paired = dim // count, heads * count, count // LANES * LANES, is_half and HAS_PAIRS
+    lines, step, together, is_paired = dim // count, heads * count, count // LANES * LANES, is_half and HAS_PAIRS
     pairs, of_values = transposed.view(np.int32), values.reshape(values.size)
     for slot in range(0, whole, LANES):
         at = (begin + slot) * step + head * count
         for word in range(0, together, LANES):
             fetch_rows((words, at + word + _AHEAD * step, step))
-            fetch_rows((of_values, each * (at + word), each * step))
+            fetch_rows((of_values, lines * (at + word), lines * step))
             if is_paired:
                 to = 2 * word // _FOURTHS * STEP + slot
                 transpose_fourths((words, at + word, step), (pairs, to, STEP, dim // _FOURTHS * STEP))
             else:
-                transpose((words, at + word, step), (transposed, each * word * STEP + slot, STEP))
-    for slot in range(0 if each * together < dim else whole, size):
-        first = each * together if slot < whole else 0
+                transpose((words, at + word, step), (transposed, lines * word * STEP + slot, STEP))
+    for slot in range(0 if lines * together < dim else whole, size):
+        first = lines * together if slot < whole else 0
         if is_paired:
             pair_fourths(keys[begin + slot, head], first, pairs[:, slot])
         else:
@@ -170,12 +170,12 @@ def take_path(node, size, common, root, parents, depths, of_nodes, scores):
 
 
 @jit_part
-def load_path(node, size, common, root, values, start, head, parents, depths, held, block):
+def load_path(node, size, common, root, values, start, head, parents, depths, owners, block):
     """Copy the values of a path's nodes to their slots in a block, unless they are already there."""
     at = root + depths[node]
     while at >= common:
-        if at < size and held[depths[node]] != node:
-            held[depths[node]] = node
+        if at < size and owners[depths[node]] != node:
+            owners[depths[node]] = node
             line, to = values[start + node, head], block[at]
             for i in range(len(to)):
                 to[i] = widen(line[i])

@@ -169,11 +169,11 @@ def steps_of(blocks: NDArray[np.uint8], kind: str) -> NDArray[np.uint32]:
         exponents = blocks[..., 0].astype(np.uint32)  # of 2, plus 128
         return np.where(exponents < 2, _U(1 << 21) << exponents, (exponents - _U(1)) << _U(23)).astype(np.uint32)
     halves, count = np.zeros((*blocks.shape[:2], 2), np.float16), 1 + of_kind.has_minimum
-    found = blocks[..., of_kind.scale_at : of_kind.scale_at + 2 * count].copy().view(np.float16)
-    halves[..., :count] = found
+    scales = blocks[..., of_kind.scale_at : of_kind.scale_at + 2 * count].copy().view(np.float16)
+    halves[..., :count] = scales
     if of_kind.zero:
         with np.errstate(over="ignore"):
-            halves[..., 1] = -of_kind.zero * found[..., 0].astype(np.float32)  # a power of two
+            halves[..., 1] = -of_kind.zero * scales[..., 0].astype(np.float32)  # a power of two
     if not np.isfinite(halves).all():
         raise ValueError(f"a step of a {kind} block is not a number, or too large")
     return halves.view(np.uint32)[..., 0]
@@ -331,8 +331,8 @@ def rows_of(packed: Tensor, kind: str, outputs: Tensor) -> Tensor:
 
     def steps(line: int, dtype: torch.dtype, part: int) -> Tensor:
         """A part of a line of scales, `[n, groups]`."""
-        found: Tensor = groups[:, :, line].view(dtype)[panel, :, part * COLUMNS + column].float()
-        return found
+        steps: Tensor = groups[:, :, line].view(dtype)[panel, :, part * COLUMNS + column].float()
+        return steps
 
     if group.steps == "single":
         wide: Tensor = (blocks * steps(-1, torch.float32, 0)[..., None, None]).flatten(1)
@@ -353,8 +353,8 @@ def rows_of(packed: Tensor, kind: str, outputs: Tensor) -> Tensor:
 
 def _bytes_of(words: Tensor) -> Tensor:
     """The bytes of int32 `[..., n]`: uint8 `[..., n, 4]`."""
-    found: Tensor = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
-    return found
+    columns: Tensor = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    return columns
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:

@@ -70,7 +70,8 @@ def _rounding(size: int) -> Any:
             (left, at), (right, to) = matrices_of(target, builder, signature, values[:2])
             line = [_load(builder, left, builder.add(at, WHOLE(i))) for i in range(0, size, LANES)]
             sizes = [
-                builder.and_(builder.bitcast(each, PAIRS), ir.Constant(PAIRS, [0x7FFFFFFF] * LANES)) for each in line
+                builder.and_(builder.bitcast(vector, PAIRS), ir.Constant(PAIRS, [0x7FFFFFFF] * LANES))
+                for vector in line
             ]
             while len(sizes) > 1:
                 sizes = [_larger(builder, *sizes[:2]), *sizes[2:]]
@@ -78,8 +79,8 @@ def _rounding(size: int) -> Any:
             is_large = builder.fcmp_ordered("<", _FLOAT(_SMALLEST), largest)
             is_whole = builder.and_(is_large, builder.fcmp_ordered("<", largest, _FLOAT(float("inf"))))
             factor, whole = spread(builder, builder.fdiv(_FLOAT(_LARGEST), largest)), []
-            for i, each in enumerate(line):
-                near = call(builder, f"llvm.rint.v{LANES}f32", VECTOR, builder.fmul(each, factor))
+            for i, value in enumerate(line):
+                near = call(builder, f"llvm.rint.v{LANES}f32", VECTOR, builder.fmul(value, factor))
                 near = builder.select(is_whole, near, ir.Constant(VECTOR, None))
                 whole.append(builder.fptosi(near, PAIRS))
                 kind = ir.VectorType(ir.IntType(8), LANES)
@@ -92,12 +93,12 @@ def _rounding(size: int) -> Any:
             is_one = builder.icmp_signed("==", values[3], WHOLE(1))
             scale = builder.fdiv(largest, _FLOAT(_LARGEST))
             ends = [builder.select(is_one, total, sums[0]), sums[1]]
-            ends = [builder.mul(each, builder.trunc(builder.neg(values[2]), _I32)) for each in ends]
+            ends = [builder.mul(end, builder.trunc(builder.neg(values[2]), _I32)) for end in ends]
             ends += [
-                builder.bitcast(each, _I32) for each in (scale, builder.fmul(builder.sitofp(total, _FLOAT), scale))
+                builder.bitcast(number, _I32) for number in (scale, builder.fmul(builder.sitofp(total, _FLOAT), scale))
             ]
-            for i, each in enumerate(ends, size // BYTES_OF):
-                builder.store(each, builder.gep(right, [builder.add(to, WHOLE(i))]))
+            for i, value in enumerate(ends, size // BYTES_OF):
+                builder.store(value, builder.gep(right, [builder.add(to, WHOLE(i))]))
             return target.get_dummy_value()
 
         return types.void(x, out, zero, parts), emit
@@ -120,8 +121,8 @@ def _larger(builder: Any, left: Any, right: Any) -> Any:
 def _sum(builder: Any, vectors: list[Any]) -> Any:
     """The sum of all lanes."""
     total = vectors[0]
-    for each in vectors[1:]:
-        total = builder.add(total, each)
+    for vector in vectors[1:]:
+        total = builder.add(total, vector)
     return call(builder, f"llvm.vector.reduce.add.v{LANES}i32", _I32, total)
 
 

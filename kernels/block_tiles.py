@@ -220,8 +220,8 @@ def _emit_groups(builder: Any, group: Group, count: int, registers: range, matri
     before, loop, after = builder.block, builder.append_basic_block("group"), builder.append_basic_block("sums")
     builder.branch(loop)
     builder.position_at_end(loop)
-    number, held = builder.phi(WHOLE), [builder.phi(VECTOR) for _ in begun]
-    lines, totals = _Lines(builder, panel, number, group.lines, registers), list[Any](held)
+    number, begins = builder.phi(WHOLE), [builder.phi(VECTOR) for _ in begun]
+    lines, totals = _Lines(builder, panel, number, group.lines, registers), list[Any](begins)
     for block in range(group.blocks):
         place = builder.add(builder.mul(number, WHOLE(group.blocks)), WHOLE(block))
         first = builder.gep(left, [builder.add(at, builder.mul(place, step))])
@@ -235,7 +235,7 @@ def _emit_groups(builder: Any, group: Group, count: int, registers: range, matri
             totals[i] = _added(builder, total, ends, *products, offsets and offsets[register])
     following = builder.add(number, WHOLE(1))
     builder.cbranch(builder.icmp_signed("<", following, groups), loop, after)
-    for phi, begin, update in zip([number, *held], [WHOLE(0), *begun], [following, *totals], strict=True):
+    for phi, begin, update in zip([number, *begins], [WHOLE(0), *begun], [following, *totals], strict=True):
         phi.add_incoming(begin, before)
         phi.add_incoming(update, loop)
     builder.position_at_end(after)
@@ -277,7 +277,7 @@ def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], lines: _
         begun = [zero] * len(rows)
         if group.zero and (has_dot or not is_signed):
             begun = [spread(builder, _word(builder, row, group.words + part)) for row in rows]
-        totals = [[each] * count for each in begun]
+        totals = [[begin] * count for begin in begun]
         shorts: list[list[Any]] = [[None] * count for _ in rows]
         words = range(part * group.words // group.parts, (part + 1) * group.words // group.parts)
         for word in words:
@@ -289,12 +289,12 @@ def _emit_sums(builder: Any, group: Group, block: int, rows: list[Any], lines: _
                         totals[row][register] = emit_bytes(builder, totals[row][register], x, weight)
                         continue
                     pair = emit_sums_of_pairs(builder, builder.bitcast(weight, BYTES), builder.bitcast(x, BYTES))
-                    held = shorts[row][register]
-                    held = pair if held is None else builder.add(held, pair)
+                    waiting = shorts[row][register]
+                    waiting = pair if waiting is None else builder.add(waiting, pair)
                     if (word + 1) % _WORDS_OF_INT16[group.bits] == 0 or word == words[-1]:
-                        added = sums_of_neighbours(builder, held)
-                        totals[row][register], held = builder.add(totals[row][register], added), None
-                    shorts[row][register] = held
+                        added = sums_of_neighbours(builder, waiting)
+                        totals[row][register], waiting = builder.add(totals[row][register], added), None
+                    shorts[row][register] = waiting
         sums.append(totals)
     return sums
 

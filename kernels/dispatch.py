@@ -131,7 +131,7 @@ def attention_for(
     variant = variant_of(query, keys, values, options)
     longer = variant._replace(options=variant.options | later)
     compaction = KernelVariant(query.device, kernel=COMPACTION)
-    wanted.update(dict.fromkeys(each for each in (variant, longer, compaction) if each not in verdicts))
+    wanted.update(dict.fromkeys(kernel for kernel in (variant, longer, compaction) if kernel not in verdicts))
     verdict = verdicts.get(variant)
     if verdict is None or verdict.problem or not verdict.is_faster(keys.shape[1], query.shape[2]):
         return None
@@ -155,9 +155,9 @@ def unserved_attention(query: Tensor, keys: Tensor, values: Tensor, options: Map
 
 def variant_of(query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> KernelVariant:
     """The variant of tree attention for arguments of `attention_for`."""
-    given = frozenset(name for name in ("softcap", "window", "chunk", "sinks") if options.get(name) is not None)
+    features = frozenset(name for name in ("softcap", "window", "chunk", "sinks") if options.get(name) is not None)
     sizes = keys.shape[3], values.shape[3], query.shape[1] // keys.shape[2]
-    return KernelVariant(query.device, query.dtype, *sizes, given)
+    return KernelVariant(query.device, query.dtype, *sizes, features)
 
 
 def compactor_for(buffers: Sequence[Tensor]) -> Callable[..., None] | None:
@@ -267,7 +267,7 @@ def causal_in_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float | 
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
     def attend(slots: slice, is_causal: bool) -> tuple[Tensor, Tensor]:
-        shared = (each[:, :, slots].flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for each in (key, value))
+        shared = (states[:, :, slots].flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for states in (key, value))
         out, log_sum = flash(grouped, *shared, is_causal=is_causal, scale=scaling)
         return out, log_sum
 
@@ -298,7 +298,7 @@ def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether the attention kernel supports tensors of the shapes in `attention_for`."""
     (rows, heads, width, dim), (_, slots, kv_heads, _) = query.shape, values.shape
     return (
-        all(each.dtype == query.dtype and each.device == query.device for each in (keys, values))
+        all(states.dtype == query.dtype and states.device == query.device for states in (keys, values))
         and query.dtype in DTYPES
         and all(map(_is_aligned, (query, keys, values)))
         and keys.shape == (rows, slots, kv_heads, dim)

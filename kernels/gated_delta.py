@@ -50,7 +50,7 @@ class Updates(NamedTuple):
 
     def of(self, nodes: slice) -> Updates:
         """The updates of some nodes."""
-        return Updates(*(each[nodes] for each in self))
+        return Updates(*(values[nodes] for values in self))
 
 
 def gated_delta(
@@ -80,7 +80,7 @@ def gated_delta(
     nodes, key_heads, _ = updates.keys.shape
     tensors = mixed, beta, state, parents, *updates, out, weight, gates, state if after is None else after
     sizes = nodes, len(state), key_heads, *state.shape[1:], bits_of(eps), int(after is not None)
-    return _ENTRIES[mixed.dtype], len(state), (*(each.data_ptr() for each in tensors), *sizes), tensors
+    return _ENTRIES[mixed.dtype], len(state), (*(tensor.data_ptr() for tensor in tensors), *sizes), tensors
 
 
 def advance(state: Tensor, updates: Updates, path: Tensor, out: Tensor) -> Job:
@@ -94,7 +94,7 @@ def advance(state: Tensor, updates: Updates, path: Tensor, out: Tensor) -> Job:
     """
     tensors = state, *updates, path, out
     sizes = len(path), len(state), updates.keys.shape[1], *state.shape[1:]
-    return _advance_heads, len(state), (*(each.data_ptr() for each in tensors), *sizes), tensors
+    return _advance_heads, len(state), (*(tensor.data_ptr() for tensor in tensors), *sizes), tensors
 
 
 @jit_part
@@ -153,7 +153,7 @@ def _rows_of_state(answers: bool) -> Any:
             def add_row(row: Any, partial: list[Any]) -> list[Any]:
                 own, begin = builder.add(first, row), builder.add(before, builder.mul(row, step))
                 to = builder.add(after, builder.mul(row, step_after))
-                factor, asked = (spread(builder, builder.load(builder.gep(each, [own]))) for each in (key, query))
+                factor, asked = (spread(builder, builder.load(builder.gep(address, [own]))) for address in (key, query))
                 grown = []
                 for i, start in enumerate(starts):
                     old = builder.load(vector_at(builder, parent, builder.add(begin, start)), align=4)
@@ -165,9 +165,9 @@ def _rows_of_state(answers: bool) -> Any:
                 return grown
 
             partial = emit_loop(builder, rows, [ir.Constant(VECTOR, None)] * len(starts), add_row)
-            for each, start in zip(partial, starts, strict=True):
+            for total, start in zip(partial, starts, strict=True):
                 place = vector_at(builder, sums, start)
-                builder.store(builder.fadd(builder.load(place, align=4), each), place, align=4)
+                builder.store(builder.fadd(builder.load(place, align=4), total), place, align=4)
             return target.get_dummy_value()
 
         return types.void(old, new, factors, sums, decay, rows), emit
@@ -185,8 +185,8 @@ def _addresses_of(target: Any, builder: Any, signature: Any, values: Any) -> lis
         parts = zip(kind, unpack_tuple(builder, value), strict=True)
         unpacked.append(
             [
-                target.make_array(each)(target, builder, part).data if isinstance(each, types.Array) else part
-                for each, part in parts
+                target.make_array(kind)(target, builder, part).data if isinstance(kind, types.Array) else part
+                for kind, part in parts
             ]
         )
     return unpacked

@@ -34,10 +34,10 @@ def run(*jobs: Job) -> None:
     torch, and would compete with further threads for cores.
     """
     threads = min(torch.get_num_threads(), max((job[1] for job in jobs), default=1))
-    held, launch, memory = array("q", table_of(jobs)), None, 0
+    table, launch, memory = array("q", table_of(jobs)), None, 0
     if threads > 1:
         launch, memory = _torch_launcher(), memory_of_team()
-    address, held[2] = held.buffer_info()[0], memory
+    address, table[2] = table.buffer_info()[0], memory
     if launch is None or not memory:
         leader()(team_of(threads) if threads > 1 else 0, address, threads)
     else:
@@ -46,8 +46,8 @@ def run(*jobs: Job) -> None:
 
 def lead_jobs(jobs: Sequence[Job], threads: int) -> None:
     """Run jobs one after the other on our own threads, within a longer call."""
-    held = array("q", table_of(jobs))
-    leader()(team_of(threads) if threads > 1 else 0, held.buffer_info()[0], threads)
+    table = array("q", table_of(jobs))
+    leader()(team_of(threads) if threads > 1 else 0, table.buffer_info()[0], threads)
 
 
 def table_of(jobs: Sequence[Job]) -> list[int]:

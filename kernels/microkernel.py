@@ -112,8 +112,8 @@ def emit_tile(builder: Any, kind: str, size: tuple[int, int], operands: Sequence
     firsts = [builder.gep(out, [builder.add(to, builder.mul(out_step, WHOLE(row)))]) for row in range(rows)]
     places = [vector_at(builder, first, WHOLE(i * LANES)) for first in firsts for i in range(registers)]
     tile = _Tile(builder, kind, registers, lefts, inner_step, right, terms, places)
-    for each, place in zip(_KINDS[kind][0](tile), places, strict=True):
-        scaled = builder.fmul(each, spread(builder, factor[0])) if factor else each
+    for total, place in zip(_KINDS[kind][0](tile), places, strict=True):
+        scaled = builder.fmul(total, spread(builder, factor[0])) if factor else total
         builder.store(scaled, place, align=4)
 
 
@@ -174,10 +174,10 @@ def emit_bytes(builder: Any, total: Any, row: Any, weight: Any) -> Any:
     """
     if has_dot_of_bytes():
         return call(builder, _DOT_OF_BYTES, total.type, total, weight, row)
-    row, weight = (builder.bitcast(each, BYTES) for each in (row, weight))
+    row, weight = (builder.bitcast(lane, BYTES) for lane in (row, weight))
     weight, zero = builder.xor(weight, ir.Constant(BYTES, [-128] * 4 * LANES)), ir.Constant(BYTES, None)
     is_negative = builder.icmp_signed("<", weight, zero)
-    size, signed = (builder.select(is_negative, builder.sub(zero, each), each) for each in (weight, row))
+    size, signed = (builder.select(is_negative, builder.sub(zero, lane), lane) for lane in (weight, row))
     if LANES == 8 and FEATURES.get("avx2"):
         signed = call(builder, "llvm.x86.avx2.psign.b", BYTES, row, weight)
     return builder.add(total, sums_of_neighbours(builder, emit_sums_of_pairs(builder, size, signed)))
@@ -202,7 +202,7 @@ def emit_sums_of_pairs(builder: Any, left: Any, right: Any) -> Any:
     products = []
     for place in (0, 1):
         order = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), list(range(place, 2 * kind.count, 2)))
-        first, second = (builder.shuffle_vector(each, each, order) for each in (left, right))
+        first, second = (builder.shuffle_vector(lane, lane, order) for lane in (left, right))
         products.append(builder.mul(widen_left(first, kind), builder.sext(second, kind)))
     return builder.add(*products)
 
@@ -213,11 +213,11 @@ def emit_lookup(builder: Any, numbers: Any, table: Sequence[int]) -> Any:
     if FEATURES.get("avx512bw" if LANES == 16 else "avx2"):
         entries = ir.Constant(BYTES, [*table] * (LANES // 4))
         return builder.bitcast(call(builder, _LOOKUP, BYTES, entries, places), numbers.type)
-    found = zero
+    selected = zero
     for place, entry in enumerate(table):
         is_here = builder.icmp_unsigned("==", places, ir.Constant(BYTES, [place] * 4 * LANES))
-        found = builder.or_(found, builder.select(is_here, ir.Constant(BYTES, [entry] * 4 * LANES), zero))
-    return builder.bitcast(found, numbers.type)
+        selected = builder.or_(selected, builder.select(is_here, ir.Constant(BYTES, [entry] * 4 * LANES), zero))
+    return builder.bitcast(selected, numbers.type)
 
 
 def _emit_floats(tile: _Tile) -> list[Any]:
@@ -225,7 +225,7 @@ def _emit_floats(tile: _Tile) -> list[Any]:
         return [tile.builder.load(place, align=4) for place in tile.places]
 
     sums = _emit_terms(tile, held() if tile.kind in ("fours", "pairs", "more") else [_ZERO] * len(tile.places))
-    return [tile.builder.fadd(*each) for each in zip(held(), sums, strict=True)] if tile.kind == "sums" else sums
+    return [tile.builder.fadd(*pair) for pair in zip(held(), sums, strict=True)] if tile.kind == "sums" else sums
 
 
 def _emit_quarters(tile: _Tile) -> list[Any]:
@@ -233,8 +233,8 @@ def _emit_quarters(tile: _Tile) -> list[Any]:
     for parts in ((0, 2), (1, 3)):  # two at once: the sums of one would wait for the CPU's instruction
         begins, size = [builder.mul(WHOLE(part), tile.terms) for part in parts], len(tile.places)
         both = _emit_terms(tile, [_ZERO] * 2 * size, begins)
-        pairs.append([builder.fadd(*each) for each in zip(both[:size], both[size:], strict=True)])
-    return [builder.fadd(*each) for each in zip(*pairs, strict=True)]
+        pairs.append([builder.fadd(*halves) for halves in zip(both[:size], both[size:], strict=True)])
+    return [builder.fadd(*halves) for halves in zip(*pairs, strict=True)]
 
 
 def _emit_by_halves(tile: _Tile) -> list[Any]:
@@ -254,8 +254,8 @@ def _emit_by_halves(tile: _Tile) -> list[Any]:
         first = builder.mul(builder.and_(turn, WHOLE(HALVES // 2 - 1)), WHOLE(2 * size))
         for parts in [(0, 1)] if 2 * size <= _FEW_SUMS else [(0,), (1,)]:
             sums = _emit_terms(tile, [_ZERO] * size * len(parts), [builder.mul(turn, tile.terms)], parts)
-            for i, each in enumerate(sums, parts[0] * size):
-                builder.store(builder.fadd(builder.load(at(first, i), align=4), each), at(first, i), align=4)
+            for i, total in enumerate(sums, parts[0] * size):
+                builder.store(builder.fadd(builder.load(at(first, i), align=4), total), at(first, i), align=4)
         return []
 
     def sum_of(i: Any, place: int = 0, step: int = 1) -> Any:
@@ -334,9 +334,9 @@ def _emit_terms(
                 places = [builder.add(builder.mul(term, tile.inner_step), WHOLE(part)) for term in terms]
                 left = [builder.gep(row, [place]) for place in places]
                 if tile.kind not in _BY_ADDRESS:
-                    left = [spread(builder, builder.load(each)) for each in left]
+                    left = [spread(builder, builder.load(address)) for address in left]
                 for register, column in enumerate(columns):
-                    right = [part_of(builder, each, part) for each in column] if part_of else column
+                    right = [part_of(builder, value, part) for value in column] if part_of else column
                     at = (i * tile.registers + register) % len(sums)
                     grown[at] = emit_term(builder, grown[at], left, right)
         return grown
@@ -349,7 +349,7 @@ def emit_loop(builder: Any, count: Any, begun: list[Any], emit: Callable[[Any, l
     before, head, body, after = builder.block, *(builder.append_basic_block(name) for name in ("turn", "body", "after"))
     builder.branch(head)
     builder.position_at_end(head)
-    turn, *values = phis = [builder.phi(each.type) for each in (count, *begun)]
+    turn, *values = phis = [builder.phi(begin.type) for begin in (count, *begun)]
     builder.cbranch(builder.icmp_signed("<", turn, count), body, after)
     builder.position_at_end(body)
     following = [*emit(turn, values), builder.add(turn, WHOLE(1))]

@@ -214,10 +214,10 @@ def product(
             numbers = at_once * group.blocks * step
         jobs.append((prepare, rows, of_rows, (x, left)))
     of_weights, parts = list[int](), 0
-    for each, bias, out in zip(weights, biases, outs, strict=True):
-        places = each.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
-        of_weights += (*places, each.panels, each.outputs)
-        parts += -(-each.panels // together)
+    for weight, bias, out in zip(weights, biases, outs, strict=True):
+        places = weight.packed.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
+        of_weights += (*places, weight.panels, weight.outputs)
+        parts += -(-weight.panels // together)
     of_job = [left.data_ptr(), rows, length, step, terms, lines, numbers, together]
     of_job += [0 if chosen is None else chosen.data_ptr(), parts, *of_weights]
     entry = kernel.multiply[x.dtype] if kernel else _ENTRIES[packed.dtype, packed.dim() == 2]

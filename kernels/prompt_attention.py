@@ -83,7 +83,7 @@ def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, 
     )
     if (width == slots or as_whole) and last:
         seen = torch.ones(last, slots, dtype=torch.bool, device="cpu").tril(slots - last)
-        q, k, v = (each.transpose(0, 1)[None] for each in (query[-last:], keys, values))
+        q, k, v = (states.transpose(0, 1)[None] for states in (query[-last:], keys, values))
         rest = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=heads > kv_heads)
         out[-last:] = rest[0].transpose(0, 1)
     return out

@@ -196,7 +196,7 @@ def _attend(address, number, word, size):
     peaks, totals, tops = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32), np.empty(ROWS, np.float32)
     scores, of_nodes = np.zeros((ROWS, LINE), np.float32), np.empty((most_rows, most), np.float32)
     transposed, block = np.empty((dim, STEP), np.float32), np.empty((BLOCK, dim), np.float32)
-    held = np.empty(most, np.int64)  # by depth, the node whose values are in the block
+    owners = np.empty(most, np.int64)  # by depth, the node whose values are in the block
     units, whole, turns = units_of(groups, trees, kv_heads, array_at(threads_at, (1,), np.int64)[0])
     part = claim_part(address)
     while part < parts:
@@ -252,7 +252,7 @@ def _attend(address, number, word, size):
                     keys[base:], values[base:], words[base:], flat[base * kv_heads * dim * size // 4 :],
                     nodes[0], nodes[1], start - base, until, node, shared, head, per_kv, scale, window, softcap,
                     is_half, queries[begin:ending], pairs[begin:ending], scores, of_nodes, tops, sums[begin:ending],
-                    peaks[begin:ending], totals[begin:ending], transposed, block, held,
+                    peaks[begin:ending], totals[begin:ending], transposed, block, owners,
                 )  # fmt: skip
                 own += until - node
                 node = until
@@ -317,7 +317,7 @@ def _attend_shared(
 @jit_part
 def _attend_tree(
     keys, values, words, flat, parents, depths, start, count, scored, shared, head, per_kv, scale, window,
-    softcap, is_half, queries, pairs, scores, of_nodes, tops, sums, peaks, totals, transposed, block, held,
+    softcap, is_half, queries, pairs, scores, of_nodes, tops, sums, peaks, totals, transposed, block, owners,
 ):  # fmt: skip
     """One pass over the blocks of keys after the shared ones."""
     rows, deepest, kv_heads = (count - scored) * per_kv, 0, keys.shape[1]
@@ -331,7 +331,7 @@ def _attend_tree(
         common = max(0, min(BLOCK, start - begin))  # keys of the prompt
         whole = common // TOGETHER * TOGETHER if is_half else common
         load_block(keys, words, values, begin, common, head, transposed, block, is_half)
-        held[:] = -1
+        owners[:] = -1
         for first in range(0, rows, ROWS):
             tile = min(ROWS, len(queries) - first)
             ahead = (
@@ -365,5 +365,5 @@ def _attend_tree(
                 node = scored + row // per_kv
                 size = min(BLOCK, start + depths[node] + 1 - begin)
                 if size > whole:
-                    load_path(node, size, common, start - begin, values, start, head, parents, depths, held, block)
+                    load_path(node, size, common, start - begin, values, start, head, parents, depths, owners, block)
                     add_rest(scores[row - first], block, whole, size, sums[row], values[0, 0, 0])

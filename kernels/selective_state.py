@@ -139,8 +139,8 @@ def _rows_of_state(is_half: bool) -> Any:
                 for column, start in zip(inputs, starts, strict=True):
                     added = builder.fmul(weight, column)
                     added = builder.bitcast(_rounded(builder, added), VECTOR) if is_half else added
-                    held = builder.load(vector_at(builder, parent, builder.add(begin, start)), align=4)
-                    grown.append(builder.fadd(builder.fmul(held, decay), added))
+                    former = builder.load(vector_at(builder, parent, builder.add(begin, start)), align=4)
+                    grown.append(builder.fadd(builder.fmul(former, decay), added))
                     builder.store(grown[-1], vector_at(builder, state, builder.add(end, start)), align=4)
                 return grown
 
@@ -152,7 +152,7 @@ def _rows_of_state(is_half: bool) -> Any:
                     terms, rows = [pair], [[_paired(builder, *both) for both in zip(*rows, strict=True)]]
                 for term, columns in zip(terms, rows, strict=True):
                     factor = spread(builder, builder.load(builder.gep(of_out, [builder.add(start_of_out, term)])))
-                    totals = [emit_product(builder, *each, factor) for each in zip(totals, columns, strict=True)]
+                    totals = [emit_product(builder, *terms, factor) for terms in zip(totals, columns, strict=True)]
                 return totals
 
             totals = emit_loop(builder, pairs, [ir.Constant(VECTOR, None)] * len(starts), add_pair)

@@ -84,7 +84,7 @@ def _inputs(
             sees[row, node, node] = 1
     words, sizes = np.packbits(sees, axis=-1, bitorder="little").view(np.int64), np.array((lengths, nodes), np.int32)
     tree = {"lengths": sizes[0], "nodes": sizes[1], "depths": depths, "words": words}
-    return inputs | {name: torch.from_numpy(each).to(variant.device) for name, each in tree.items()}
+    return inputs | {name: torch.from_numpy(array).to(variant.device) for name, array in tree.items()}
 
 
 def gains_of(
@@ -120,10 +120,10 @@ def _by_torch(
     sees = tree_mask(keys.shape[1], **tree, window=options.get("window"), chunk=options.get("chunk"))
     mask = torch.zeros(sees.shape, dtype=query.dtype, device=query.device).masked_fill(~sees, -torch.inf)
     mask = mask.repeat_interleave(query.shape[1] // keys.shape[2], 1)[:, None]
-    given = {name: options.get(name) for name in ("softcap", "sinks")}
+    features = {name: options.get(name) for name in ("softcap", "sinks")}
     if not any(option is not None for option in options.values()):
         mask = mask[..., dispatch.unmasked(query, key, value, int(tree["lengths"].min())) :]
-    return partial(dispatch.masked_attention, query, key, value, mask, **given)
+    return partial(dispatch.masked_attention, query, key, value, mask, **features)
 
 
 def tree_mask(
@@ -199,7 +199,7 @@ def compaction_error(device: torch.device, kernel: Callable[..., None], bind: Ca
         for row, count in enumerate(counts):
             paths[row, :count] = np.append(0, 1 + np.sort(rng.permutation(150)[: count - 1]))
         plan = {"rows": (2, 0, 1), "starts": (5, 30, 49), "counts": counts, "paths": paths}
-        arguments = {name: torch.from_numpy(np.array(each, np.int32)).to(device) for name, each in plan.items()}
+        arguments = {name: torch.from_numpy(np.array(numbers, np.int32)).to(device) for name, numbers in plan.items()}
         for buffer in wanted:
             compact(buffer, **arguments)
         kernel(bound, **arguments)

@@ -69,7 +69,7 @@ def newest(state: Tensor, inputs: Tensor, path: Tensor, out: Tensor) -> Job:
         out: Like `state`.
     """
     tensors = state, inputs, path, out
-    return _SHIFTS[state.dtype], 1, (*(each.data_ptr() for each in tensors), *state.shape, len(path)), tensors
+    return _SHIFTS[state.dtype], 1, (*(tensor.data_ptr() for tensor in tensors), *state.shape, len(path)), tensors
 
 
 @jit_part

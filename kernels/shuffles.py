@@ -38,9 +38,9 @@ def transpose(context: Any, source: Any, out: Any) -> Any:
         rows = [builder.load(vector_at(builder, source, first, kind), align=4) for first in firsts]
         for row, pairs in enumerate(_transposed(builder, rows)):
             wide = [pairs] if is_wide else [half_of(builder, pairs, part) for part in (0, 1)]
-            for i, each in enumerate(wide):
+            for i, vector in enumerate(wide):
                 place = builder.add(to, builder.mul(out_step, WHOLE(len(wide) * row + i)))
-                builder.store(each, vector_at(builder, out, place), align=4)
+                builder.store(vector, vector_at(builder, out, place), align=4)
         return target.get_dummy_value()
 
     return types.void(source, out), emit

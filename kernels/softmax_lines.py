@@ -81,7 +81,7 @@ def _weighing(order: Sequence[int]) -> Any:
 
             def weigh_two(turn: Any, totals: list[Any]) -> list[Any]:
                 first = builder.shl(turn, one)
-                places = [_at(builder, line, at, each) for each in (first, builder.add(first, one))]
+                places = [_at(builder, line, at, offset) for offset in (first, builder.add(first, one))]
                 weights = [weigh(place, is_rounded=not HAS_DOT_OF_PAIRS) for place in places]
                 if HAS_DOT_OF_PAIRS:
                     halves = to_halves(builder, *weights)
@@ -89,7 +89,7 @@ def _weighing(order: Sequence[int]) -> Any:
                         halves, halves, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), [*order])
                     )
                     builder.store(builder.bitcast(halves, PAIRS), _at(builder, pairs, to, turn, PAIRS), align=4)
-                return [builder.fadd(*each) for each in zip(totals, weights, strict=True)]
+                return [builder.fadd(*terms) for terms in zip(totals, weights, strict=True)]
 
             def weigh_last(_: Any, totals: list[Any]) -> list[Any]:
                 place = _at(builder, line, at, builder.sub(count, one))

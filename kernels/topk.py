@@ -50,17 +50,17 @@ def read_scores(logits: Tensor, count: int = 0, ranks: Tensor | None = None) -> 
     rows, nodes, vocabulary = logits.shape
     argmax = np.empty((rows, nodes), np.int32)
     top, chances = np.empty((rows, nodes, count), np.int32), np.empty((rows, nodes, count), np.float32)
-    found = argmax.reshape(-1), top.reshape(rows * nodes, count), chances.reshape(rows * nodes, count)
+    results = argmax.reshape(-1), top.reshape(rows * nodes, count), chances.reshape(rows * nodes, count)
     logits = logits.contiguous()
     # By their address: torch's operators would take longer than a small kernel.
     if logits.dtype == torch.float16:
         flat, step = logits.view(-1, vocabulary), max(1, _AT_ONCE // vocabulary)
         for begin in range(0, rows * nodes, step):
             part = flat[begin : begin + step].float()
-            _rank(part.data_ptr(), vocabulary, *(each[begin : begin + step] for each in found))
+            _rank(part.data_ptr(), vocabulary, *(result[begin : begin + step] for result in results))
     else:
         rank = _rank_halves if logits.dtype == torch.bfloat16 else _rank
-        rank(logits.data_ptr(), vocabulary, *found)
+        rank(logits.data_ptr(), vocabulary, *results)
     return Scores(argmax, top, chances) if count else Scores(argmax)
 
 

@@ -30,7 +30,7 @@ _COUNTED = 512  # tokens at which counts are halved, to forget old text
 
 
 @jit_inline
-def find_aligned(chains, number, cursor, output, end, found, scratch):
+def find_aligned(chains, number, cursor, output, end, occurrences, scratch):
     """Find continuations of an output in a text: at the cursor, after an edit, or where a block moved.
 
     Args:
@@ -39,7 +39,7 @@ def find_aligned(chains, number, cursor, output, end, found, scratch):
         cursor: int64 `[CURSOR_SIZE]`.
         output: int32 `[end or more]`.
         end: Length of the output, or of its last part, whose last tokens are compared.
-        found: `OCCURRENCE` `[MOST_ALIGNED]`, filled, best first.
+        occurrences: `OCCURRENCE` `[MOST_ALIGNED]`, filled, best first.
         scratch: int64 `[2, 32 or more]`, scratch memory.
 
     Returns:
@@ -49,10 +49,10 @@ def find_aligned(chains, number, cursor, output, end, found, scratch):
         >>> from lookahead.ngram.chains import ChainIndex
         >>> text, output = ChainIndex(), np.array([5, 6, 9], np.int32)
         >>> text.append([5, 6, 7, 8, 9, 4])
-        >>> found, scratch = np.zeros(MOST_ALIGNED, OCCURRENCE), np.zeros((2, _LINKS), np.int64)
+        >>> occurrences, scratch = np.zeros(MOST_ALIGNED, OCCURRENCE), np.zeros((2, _LINKS), np.int64)
         >>> cursor = np.array([3, 1, 0, 2, 3])  # 5 and 6 agree, 9 does not
-        >>> count = find_aligned(text.state, 0, cursor, output, 3, found, scratch)
-        >>> text.tokens[found["position"][:count]].tolist()  # if 9 was inserted, replaced 7, or 7 and 8 were left out
+        >>> count = find_aligned(text.state, 0, cursor, output, 3, occurrences, scratch)
+        >>> text.tokens[occurrences["position"][:count]].tolist()  # 9 was inserted, replaced 7, or 7 and 8 left out
         [7, 8, 4]
     """
     arena, _, _, length = chains
@@ -63,36 +63,36 @@ def find_aligned(chains, number, cursor, output, end, found, scratch):
     count = 0
     if gap == 0:
         if at < length:
-            count = _insert(found, count, number, at, run, place_of(0, fared), 1 << 20)
+            count = _insert(occurrences, count, number, at, run, place_of(0, fared), 1 << 20)
         if run >= _SURE_RUN:
             return count
         if seen == 0:  # the output may start with any of several texts
-            for each in range(1, length):
-                if arena[each - 1] < 0 and each != at and count < MOST_ALIGNED:
-                    count = _insert(found, count, number, each, 0, place_of(1, fared), -each)
+            for start in range(1, length):
+                if arena[start - 1] < 0 and start != at and count < MOST_ALIGNED:
+                    count = _insert(occurrences, count, number, start, 0, place_of(1, fared), -start)
             return count
     elif fared != BADLY:  # the insertion ends here, or it replaced as many tokens
         long = 7 if gap > _BRIEF else 0  # places after long edits have their own numbers
-        count = _insert(found, count, number, at, 0, place_of(1 + long, fared), 1)
+        count = _insert(occurrences, count, number, at, 0, place_of(1 + long, fared), 1)
         if at + gap < length:
-            count = _insert(found, count, number, at + gap, 0, place_of(2 + long, fared), 0)
+            count = _insert(occurrences, count, number, at + gap, 0, place_of(2 + long, fared), 0)
     last = output[end - 1]
     first, stop = max(2, at + 1 - _BEHIND), min(length, at + 1 + _AHEAD)
-    for each in range(first, stop):
-        if arena[each - 1] == last and not (gap == 0 and each == at):
-            agreed = match_length(arena, each, output, end, MAX_CONTEXT)
-            count = _offer(found, count, number, each, agreed, at, gap, fared)
+    for start in range(first, stop):
+        if arena[start - 1] == last and not (gap == 0 and start == at):
+            agreed = match_length(arena, start, output, end, MAX_CONTEXT)
+            count = _offer(occurrences, count, number, start, agreed, at, gap, fared)
     positions, lengths = scratch[0, :_LINKS], scratch[1, :_LINKS]
     walked = find_matches(chains, output, end, 1, MAX_CONTEXT, positions, lengths)
-    for each in range(walked):
-        position = positions[each]
+    for start in range(walked):
+        position = positions[start]
         if not first <= position < stop:
-            count = _offer(found, count, number, position, lengths[each], at, gap, fared)
+            count = _offer(occurrences, count, number, position, lengths[start], at, gap, fared)
     return count
 
 
 @jit_inline
-def _offer(found, count, number, position, agreed, at, gap, fared):
+def _offer(occurrences, count, number, position, agreed, at, gap, fared):
     """Add a place where tokens agree. Longer agreements and fewer skipped tokens rank higher.
 
     In a text that fared badly, agreements of few tokens are chance and are ignored.
@@ -108,21 +108,23 @@ def _offer(found, count, number, position, agreed, at, gap, fared):
     far = 0
     while distance > 0:
         far, distance = far + 1, distance >> 1
-    return _insert(found, count, number, position, agreed, place_of(place, fared), 16 * min(agreed, 24) - 10 * far)
+    return _insert(
+        occurrences, count, number, position, agreed, place_of(place, fared), 16 * min(agreed, 24) - 10 * far
+    )
 
 
 @jit_inline
-def _insert(found, count, number, position, agreed, place, worth):
+def _insert(occurrences, count, number, position, agreed, place, worth):
     """Insert a place into `found`, sorted by descending worth; returns the number of places."""
     if count == MOST_ALIGNED:
-        if found[count - 1]["worth"] >= worth:
+        if occurrences[count - 1]["worth"] >= worth:
             return count
         count -= 1
     at = count
-    while at > 0 and found[at - 1]["worth"] < worth:
-        found[at] = found[at - 1]
+    while at > 0 and occurrences[at - 1]["worth"] < worth:
+        occurrences[at] = occurrences[at - 1]
         at -= 1
-    new = found[at]
+    new = occurrences[at]
     new["text"], new["position"], new["length"], new["place"], new["worth"] = number, position, agreed, place, worth
     return count + 1
 
@@ -148,7 +150,7 @@ def follow(cursor, text, output, new):
     """
     chains, (written, _, _, end) = chains_at(text), chains_at(output)
     arena, length = chains[0], chains[3]
-    found, scratch = np.empty(MOST_ALIGNED, OCCURRENCE), np.empty((2, _LINKS), np.int64)
+    occurrences, scratch = np.empty(MOST_ALIGNED, OCCURRENCE), np.empty((2, _LINKS), np.int64)
     for at in range(end - new, end):
         token = written[at]
         cursor[_SEEN] += 1
@@ -161,9 +163,9 @@ def follow(cursor, text, output, new):
             _begin(arena, length, token, cursor)
             continue
         cursor[_GAP], cursor[_RUN] = cursor[_GAP] + 1, 0
-        count = find_aligned(chains, 0, cursor, written, at + 1, found, scratch)
-        for each in range(count):
-            agreed, position = found[each]["length"], found[each]["position"]
+        count = find_aligned(chains, 0, cursor, written, at + 1, occurrences, scratch)
+        for number in range(count):
+            agreed, position = occurrences[number]["length"], occurrences[number]["position"]
             skipped = position - min(agreed, cursor[_GAP]) - cursor[_AT]
             if agreed >= (_NEAR_RUN if 0 <= skipped < _NEAR else _FAR_RUN):
                 cursor[_AT], cursor[_GAP], cursor[_RUN] = position, 0, agreed

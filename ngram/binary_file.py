@@ -82,8 +82,8 @@ class FileHeader:
 
     def check(self, path: Path, checksum: xxhash.xxh3_64) -> None:
         """Raise ValueError unless this is the checksum of the bytes after the header."""
-        if (found := checksum.intdigest()) != self.checksum:
-            raise ValueError(f"{path}: damaged: its checksum is {found:016x}, expected {self.checksum:016x}")
+        if (value := checksum.intdigest()) != self.checksum:
+            raise ValueError(f"{path}: damaged: its checksum is {value:016x}, expected {self.checksum:016x}")
 
     def pack(self) -> bytes:
         """The bytes of the header; its own checksum comes last."""

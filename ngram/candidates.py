@@ -78,16 +78,18 @@ def split(texts, own, matches, node, options):
     count, foreign, end, of_first_text, own_length, predicted, guessed = 0, 0, 0, 0, 0, 0, 0
     first, stop, depth = node["first"], node["stop"], node["depth"]
     for at in range(first, stop):
-        each = orders[0, at]
-        text, position = occurrences[each]["text"], occurrences[each]["position"]
+        occurrence = orders[0, at]
+        text, position = occurrences[occurrence]["text"], occurrences[occurrence]["position"]
         arena, _, _, length = texts[text]
         token_at = position + depth
         if token_at >= length:  # entry 0 is a separator
             token_at = position + depth % (length - position) if own and text == 0 else 0
         token = arena[token_at]
-        if token < 0 or (text == PREDICTED and depth >= _UNTRIED and occurrences[each]["place"] % FARES == UNKNOWN):
+        if token < 0 or (
+            text == PREDICTED and depth >= _UNTRIED and occurrences[occurrence]["place"] % FARES == UNKNOWN
+        ):
             continue
-        matched = occurrences[each]["length"] + depth
+        matched = occurrences[occurrence]["length"] + depth
         if text == 0:
             of_first_text += 1
             own_length = max(own_length, matched)
@@ -103,13 +105,13 @@ def split(texts, own, matches, node, options):
             option["agreeing"], option["own_length"], option["guesses"], option["agreed"] = 0, 0, 0, 0
             count += 1
         option["sources"] |= 1 << text
-        orders[1, end], orders[2, end] = each, at_option
+        orders[1, end], orders[2, end] = occurrence, at_option
         end += 1
         if text == PREDICTED:
             predicted += 1
             if option["guesses"] == 0:
                 guessed += 1
-                option["place"], option["guess_rank"] = occurrences[each]["place"], guessed
+                option["place"], option["guess_rank"] = occurrences[occurrence]["place"], guessed
             option["guesses"] += 1
             option["agreed"] = max(option["agreed"], matched)
             continue
@@ -172,7 +174,7 @@ def score(least, depth, options, matches, longest, guessed, memory, hashes, orde
     entries, source, since = memory
     table, frequent = rates
     order, group, way, is_foreign = find_context(entries, since, hashes, orders)
-    known = entries[group, way]
+    entry = entries[group, way]
     _rank(options, matches)
 
     own, foreign, agreed = 0, 0, 0
@@ -194,9 +196,9 @@ def score(least, depth, options, matches, longest, guessed, memory, hashes, orde
         # Its bucket and standing among the successors of the recycled context.
         bucket, standing, known_place = 0, standing_of(-1, 0.0), -1
         for place in range(TOP if order > 0 else 0):
-            if known["tokens"][place] == option["token"]:
-                bucket = bucket_of(place, known["probs"][place] / UNIT)
-                standing = standing_of(place, known["probs"][place] / UNIT)
+            if entry["tokens"][place] == option["token"]:
+                bucket = bucket_of(place, entry["probs"][place] / UNIT)
+                standing = standing_of(place, entry["probs"][place] / UNIT)
                 option["sources"] |= 1 << source
                 known_place = place
                 break
@@ -229,9 +231,9 @@ def score(least, depth, options, matches, longest, guessed, memory, hashes, orde
     count = matches
     if order > 0:
         for rank in range(TOP):
-            bucket = bucket_of(rank, known["probs"][rank] / UNIT)
+            bucket = bucket_of(rank, entry["probs"][rank] / UNIT)
             feature = feature_of_memory(order, is_foreign, bucket, longest)
-            token = known["tokens"][rank]
+            token = entry["tokens"][rank]
             count = _add(options, matches, count, token, 1 << source, feature, hit_rate(table, feature, depth), least)
     elif longest < _SHORT:
         for rank in range(FREQUENT):

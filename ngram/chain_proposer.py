@@ -167,7 +167,7 @@ def _step(texts, begin, options, chains, path_probs, sizes):
         request = array_at(addresses[row], (6,), np.int64)
         search = array_at(request[_SEARCH], (SIZE,), np.int64)
         text = array_at(search[TEXT], (6,), np.int64)
-        found = array_at(request[_CHAIN], (4, request[_ROOM]), np.int32)
+        nodes = array_at(request[_CHAIN], (4, request[_ROOM]), np.int32)
         probs = array_at(request[_PROBS], (request[_ROOM],), np.float32)
         new = tokens[row, text[LENGTH] - 1 : counts[row]]
         if new.size > 0 and new.min() < 0:
@@ -176,7 +176,7 @@ def _step(texts, begin, options, chains, path_probs, sizes):
         if not add(text, new):
             return row, new.size, 0
         drafted = request[_DRAFTED]
-        trie = found[1][:drafted], found[0][:drafted], found[2][:drafted]
+        trie = nodes[1][:drafted], nodes[0][:drafted], nodes[2][:drafted]
         count_hits(rates_at(search[RATES:]), trie, new, True)
         request[_DRAFTED] = 0
         arena, length = chains_at(text)[0], text[LENGTH]
@@ -190,12 +190,12 @@ def _step(texts, begin, options, chains, path_probs, sizes):
             request[_KEPT] = length - 1
         most = min(longest - counts[row], request[_ROOM] - 1)
         if most > 0:
-            size = grow(search, arena[:0], (True, floor, True), most, found, probs)
+            size = grow(search, arena[:0], (True, floor, True), most, nodes, probs)
             request[_DRAFTED], sizes[row] = size, size - 1
             path_prob = 1.0
             for at in range(1, size):
                 path_prob *= probs[at]
-                chains[row, at - 1], path_probs[row, at - 1] = found[0, at], path_prob
+                chains[row, at - 1], path_probs[row, at - 1] = nodes[0, at], path_prob
     return addresses.size, 0, 0
 
 

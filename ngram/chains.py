@@ -77,7 +77,7 @@ class Chains(KeepsAddresses):
 
     def _readdress(self) -> None:
         arena, heads, links, length = self.state
-        arena, heads, links = (np.require(each, requirements=["C", "W"]) for each in (arena, heads, links))
+        arena, heads, links = (np.require(array, requirements=["C", "W"]) for array in (arena, heads, links))
         self.state = arena, heads, links, length
 
 

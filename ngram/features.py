@@ -112,12 +112,12 @@ def _tables() -> tuple[IntArray, FloatArray, IntArray]:
     prob = length * ((1.0 - length) * _LATER_RANK) ** np.arange(_BOTH_RANKS)
     single = (prob / (1.0 - prob))[:, None, None, None] * np.sqrt(_SUPPORT_ODDS)[:, None, None]
     prob = np.outer(_FOREIGN_SHARE, _ORDER_SHARE[[1, -1]]).reshape(-1, 1) * _BUCKET_PRIOR
-    known = prob / (1.0 - prob)
+    odds_of_one = prob / (1.0 - prob)
     odds = np.empty((_BOTH_RANKS, _SUPPORTS, _BOTH_CONTEXTS, _BUCKETS))
     odds[..., 0] = 0.3 * single[..., 0]
-    odds[..., 1:] = np.maximum(odds[..., :1], single**0.25 * known**0.75)
+    odds[..., 1:] = np.maximum(odds[..., :1], single**0.25 * odds_of_one**0.75)
     firsts = slice(_FIRST_BUCKET[0], _FIRST_BUCKET[1])
-    odds[0, ..., firsts] = 1.3 * known[:, :5] * np.maximum(1.0, np.sqrt(single[0]))
+    odds[0, ..., firsts] = 1.3 * odds_of_one[:, :5] * np.maximum(1.0, np.sqrt(single[0]))
     both_kind = 4 + _BUCKETS * (np.arange(_BOTH_CONTEXTS) // 2)[:, None] + buckets
     both_kind = np.where(buckets == 0, foreign[:, None, None], both_kind)
 
@@ -296,7 +296,7 @@ def place_of(place, fared):
 
 
 @jit_inline
-def feature_of_guess(length, place, rank, verdict, known):
+def feature_of_guess(length, place, rank, verdict, standing):
     """The row for a token of a prediction.
 
     Args:
@@ -304,7 +304,7 @@ def feature_of_guess(length, place, rank, verdict, known):
         place: From `place_of`.
         rank: Rank among the prediction's tokens: 0 for the only one, 1 for the first, 2 for later ones.
         verdict: Of a match: 0 if there is none, 1 if this is its first token, 2 if a later one, 3 if it is no match's.
-        known: 0 without a recycled context, 1 if this is its likeliest token, else 2.
+        standing: 0 without a recycled context, 1 if this is its likeliest token, else 2.
 
     Example:
         >>> likely = [PRIOR[feature_of_guess(length, place_of(3, UNKNOWN), 0, 0, 0)] for length in (0, 9, 96)]
@@ -312,7 +312,7 @@ def feature_of_guess(length, place, rank, verdict, known):
         [0.05, 0.97, 0.999]
     """
     row = _GUESS_OF[min(length, _GUESS_OF.size - 1)] * PLACES * FARES + place
-    return FIRST_GUESS + ((row * _GUESS_RANKS + rank) * VERDICTS + verdict) * KNOWN_VERDICTS + known
+    return FIRST_GUESS + ((row * _GUESS_RANKS + rank) * VERDICTS + verdict) * KNOWN_VERDICTS + standing
 
 
 @jit_inline

@@ -70,9 +70,9 @@ def read_memory(path: str | os.PathLike[str], fits: MemoryHeader | None = None) 
     path = Path(path)
     with MemoryHeader.opened(path) as (header, file):
         for name, form in _BINDING if fits is not None else ():
-            expected, found = getattr(fits, name), getattr(header, name)
-            if found != expected:
-                numbers = f"must be {expected:{form}}, got {found:{form}}"
+            expected, value = getattr(fits, name), getattr(header, name)
+            if value != expected:
+                numbers = f"must be {expected:{form}}, got {value:{form}}"
                 raise ValueError(f"{path}: learned from another model: its {name} {numbers}")
         records: Records = np.fromfile(file, np.uint64, _WORDS * header.contexts)
     header.check(path, xxhash.xxh3_64(records.data))

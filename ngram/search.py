@@ -108,9 +108,9 @@ class Search(KeepsAddresses):
         memory = memory if memory is not None else _NO_MEMORY
         self._learned = rates.table, rates.prior, rates.frequent, memory.entries, memory.now
         # Earlier entries of the memory are foreign.
-        known, bits = (len(memory.entries), memory.now[0]), (len(texts), live[1])
+        counts, bits = (len(memory.entries), memory.now[0]), (len(texts), live[1])
         # For compiled functions.
-        self.record = np.array([*(0,) * _GROUPS, *known, *bounds, *bits, 0, 0, 0], np.int64)
+        self.record = np.array([*(0,) * _GROUPS, *counts, *bounds, *bits, 0, 0, 0], np.int64)
         self._readdress()
 
     def _readdress(self) -> None:
@@ -138,10 +138,10 @@ class Search(KeepsAddresses):
     ) -> Trie:
         """A tree of continuations; only its root if nothing was found."""
         options = context is None, max(min_probability, FLOOR), False
-        found, probs = np.empty((4, max_nodes + 1), np.int32), np.empty(max_nodes + 1, np.float32)
-        size = grow(self.record, _NONE if context is None else context, options, max_nodes, found, probs)
-        found = found[:, :size]
-        return Trie(found[0], found[1], probs[:size], found[2], found[3])
+        nodes, probs = np.empty((4, max_nodes + 1), np.int32), np.empty(max_nodes + 1, np.float32)
+        size = grow(self.record, _NONE if context is None else context, options, max_nodes, nodes, probs)
+        nodes = nodes[:, :size]
+        return Trie(nodes[0], nodes[1], probs[:size], nodes[2], nodes[3])
 
     def learn(self, text: ChainIndex, trie: Trie, emitted: IntArray, verified: Verified, placed: IntArray) -> None:
         """Learn from a step: count hits, store the target's likeliest tokens, and add the emitted tokens to the text.
@@ -176,7 +176,7 @@ def _learn(text, record, trie, emitted, verified, placed):
 
 
 @njit(error_model="numpy")
-def grow(record, context, options, max_nodes, found, probs):
+def grow(record, context, options, max_nodes, trie, probs):
     """Find matches and grow a tree of nodes by descending probability to be reached.
 
     The whole search is one compiled function, because across functions the compiler counts references to arrays.
@@ -187,7 +187,7 @@ def grow(record, context, options, max_nodes, found, probs):
         options: Whether to look up the end of the first text, the minimum probability of a node to be reached, and
             whether to keep only the likeliest candidate after each node.
         max_nodes: Nodes without the root, at least 1.
-        found: int32 `[4, max_nodes + 1]`, filled with the token, parent, feature and sources of each node.
+        trie: int32 `[4, max_nodes + 1]`, filled with the token, parent, feature and sources of each node.
         probs: float32 `[max_nodes + 1]`, filled with the probability of each node given its parent.
 
     Returns:
@@ -197,9 +197,9 @@ def grow(record, context, options, max_nodes, found, probs):
         >>> text = ChainIndex()
         >>> text.append([5, 6, 7, 8, 5, 6])
         >>> search = Search([text], HitRates(), None, (1, 16, 32))
-        >>> found, probs = np.empty((4, 4), np.int32), np.empty(4, np.float32)
-        >>> size = grow(search.record, np.zeros(0, np.int32), (True, FLOOR, False), 3, found, probs)
-        >>> found[0, :size].tolist()
+        >>> trie, probs = np.empty((4, 4), np.int32), np.empty(4, np.float32)
+        >>> size = grow(search.record, np.zeros(0, np.int32), (True, FLOOR, False), 3, trie, probs)
+        >>> trie[0, :size].tolist()
         [6, 7, 8, 5]
     """
     predicted = _chains_of(record, PREDICTED)
@@ -228,11 +228,11 @@ def grow(record, context, options, max_nodes, found, probs):
         size = _add_nodes(texts, memory, rates, tail, (*options, others), matches, nodes)
     for at in range(size):
         node = nodes[at]
-        found[0, at], found[1, at], probs[at] = node["token"], node["parent"], node["prob"]
-        found[2, at], bits = node["feature"], node["sources"]
-        found[3, at] = bits & (1 << _LIVE) - 1 | (bits >> _LIVE & 1) << record[_LIVE_SOURCE]
-        found[3, at] |= (bits >> PREDICTED & 1) << record[_PREDICTED_SOURCE]
-        found[3, at] |= bits >> _RECYCLED_BIT << record[_SOURCE]
+        trie[0, at], trie[1, at], probs[at] = node["token"], node["parent"], node["prob"]
+        trie[2, at], bits = node["feature"], node["sources"]
+        trie[3, at] = bits & (1 << _LIVE) - 1 | (bits >> _LIVE & 1) << record[_LIVE_SOURCE]
+        trie[3, at] |= (bits >> PREDICTED & 1) << record[_PREDICTED_SOURCE]
+        trie[3, at] |= bits >> _RECYCLED_BIT << record[_SOURCE]
     return size
 
 
@@ -252,12 +252,11 @@ def _find(chains, text, tail, bounds, left_out, matches, count):
     shortest, longest, walked = bounds
     occurrences, orders = matches
     positions, lengths = orders[1, :walked], orders[2, :walked]
-    found = find_matches(chains, tail, tail.size, shortest, longest, positions, lengths)
-    for each in range(found):
-        if left_out[0] <= positions[each] < left_out[1]:
+    for match in range(find_matches(chains, tail, tail.size, shortest, longest, positions, lengths)):
+        if left_out[0] <= positions[match] < left_out[1]:
             continue
         new = occurrences[count]
-        new["text"], new["position"], new["length"] = text, positions[each], lengths[each]
+        new["text"], new["position"], new["length"] = text, positions[match], lengths[match]
         at = count
         while text > 0 and at > 0 and occurrences[orders[0, at - 1]]["length"] < new["length"]:
             orders[0, at] = orders[0, at - 1]
@@ -273,8 +272,8 @@ def _find_aligned(chains, cursor, tail, matches, count):
     if cursor[0] == 0:
         return count
     occurrences, orders = matches
-    found = occurrences[count:]
-    size = find_aligned(chains, PREDICTED, cursor, tail, tail.size, found, orders[1:])
+    aligned = occurrences[count:]
+    size = find_aligned(chains, PREDICTED, cursor, tail, tail.size, aligned, orders[1:])
     for at in range(count - 1, -1, -1):
         orders[0, at + size] = orders[0, at]
     for at in range(size):

@@ -147,9 +147,9 @@ def ngrams_of_step(
     documents: list[int] = []
     columns, column_answers = window.cells.T.tolist(), answers.T.tolist()
     for level in reversed(range(len(window.cells))):
-        for column, found in zip(reversed(columns), reversed(column_answers), strict=True):
-            if found[level] >= 0:
-                documents += [*column[: level + 1], found[level], SEPARATOR]
+        for column, successors in zip(reversed(columns), reversed(column_answers), strict=True):
+            if successors[level] >= 0:
+                documents += [*column[: level + 1], successors[level], SEPARATOR]
     paths = [before[1 - max_length :].tolist()]
     nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), argmax.tolist(), strict=True)
     for node, (token, parent, answer) in enumerate(nodes):

@@ -72,7 +72,7 @@ def bench(options: BenchOptions) -> None:
     settings: Any = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "num_beams": 1}
     configs = {_NO_DRAFTS: LookaheadConfig(proposers=()), _OURS: config}
     if config is not None and "self" in config.proposers:
-        configs[_NO_COPY] = replace(config, proposers=[each for each in config.proposers if each != "self"])
+        configs[_NO_COPY] = replace(config, proposers=[proposer for proposer in config.proposers if proposer != "self"])
     with console(sys.stderr).status("measuring"):
         scores = compare(*loaded, prompts, configs, baselines=_LOOKUP, truncate=options.truncate, **settings)
     plain = scores[TRANSFORMERS]
@@ -96,13 +96,13 @@ def bench(options: BenchOptions) -> None:
         rows = [
             {
                 "": name,
-                "ms a\ntoken": f"{each['ms_per_token']:.2f}",
-                "times": _shown(each["times"]),
-                "with the\nprompt": _shown(each["times_with_prompt"]),
-                "tokens\na pass": f"{each['mean_acceptance_length']:.2f}",
+                "ms a\ntoken": f"{score['ms_per_token']:.2f}",
+                "times": _shown(score["times"]),
+                "with the\nprompt": _shown(score["times_with_prompt"]),
+                "tokens\na pass": f"{score['mean_acceptance_length']:.2f}",
                 "same": f"{scores[name].identical}/{scores[name].prompts}",
             }
-            for name, each in methods.items()
+            for name, score in methods.items()
         ]
         console(sys.stdout).print(table(rows))
         if plain.loops:

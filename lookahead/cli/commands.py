@@ -33,18 +33,18 @@ _FILES = ("FILE", "FILE.lkm", "FILES", "DIR", "INPUTS")  # metavars of file name
 
 def _parameters_of(options: type) -> list[inspect.Parameter]:
     hints, parameters = get_type_hints(options), []
-    for each, owner in options_of(options):
-        details = dict(each.metadata)
+    for option, owner in options_of(options):
+        details = dict(option.metadata)
         flags = details.pop("flags")
-        if hints[each.name] is bool and not flags:
-            flags = (f"--{each.name.replace('_', '-')}",)  # without --no-...
+        if hints[option.name] is bool and not flags:
+            flags = (f"--{option.name.replace('_', '-')}",)  # without --no-...
         if details.pop("argument", False):
             shown: Any = typer.Argument(**details)
         else:
             shown = typer.Option(*flags, rich_help_panel=vars(owner).get("panel"), **details)
-        default = inspect.Parameter.empty if each.default is MISSING else each.default
-        kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[hints[each.name], shown]
-        parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=annotation))
+        default = inspect.Parameter.empty if option.default is MISSING else option.default
+        kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[hints[option.name], shown]
+        parameters.append(inspect.Parameter(option.name, kind, default=default, annotation=annotation))
     return parameters
 
 
@@ -58,12 +58,12 @@ def _unwrapped(text: str) -> str:
 
 def _check_texts(options: type, values: Mapping[str, Any]) -> None:
     """Refuse a text that the locale could not decode with a ConfigError; names of files may hold any bytes."""
-    for each, _ in options_of(options):
-        shown, value = each.metadata.get("metavar"), values[each.name]
+    for option, _ in options_of(options):
+        shown, value = option.metadata.get("metavar"), values[option.name]
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and shown not in _FILES and text != text.encode(errors="ignore").decode():
-                flag = next(iter(each.metadata["flags"]), f"--{each.name.replace('_', '-')}")
-                name, encoding = shown if each.metadata.get("argument") else flag, sys.getfilesystemencoding()
+                flag = next(iter(option.metadata["flags"]), f"--{option.name.replace('_', '-')}")
+                name, encoding = shown if option.metadata.get("argument") else flag, sys.getfilesystemencoding()
                 remedy = "pass UTF-8" if encoding == "utf-8" else "set a UTF-8 locale such as C.UTF-8"
                 told = f"argument {name} is not valid text in the locale's encoding ({encoding})"
                 raise ConfigError(f"{told}: got {text!a:.60}; {remedy}")
@@ -80,14 +80,14 @@ class _Plain:
         return parameters
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        given = (each[2:].partition("=")[0] for each in takewhile("--".__ne__, args) if each.startswith("--"))
+        names = (word[2:].partition("=")[0] for word in takewhile("--".__ne__, args) if word.startswith("--"))
         try:
             with usage_errors():  # of the help and the version too, which are printed here
-                refuse_removed(name.replace("-", "_") for name in given)
+                refuse_removed(name.replace("-", "_") for name in names)
                 return super().parse_args(ctx, args)  # type: ignore[misc]
         except typer.BadParameter as error:
-            for found in getattr(error.__cause__, "errors", list)()[:1]:  # of pydantic, which newer versions use
-                got = repr(found["input"])
+            for fault in getattr(error.__cause__, "errors", list)()[:1]:  # of pydantic, which newer versions use
+                got = repr(fault["input"])
                 error.message += "" if got in error.message else f", got {got}"
             raise
         except Exception as error:

@@ -104,12 +104,12 @@ def _model_lines(model: dict[str, Any], bytes_per_s: float) -> Iterator[str]:
         yield f"  memory of this process: {decimal(model['resident'])}, {files}"
     copied = model["self_draft"]
     yield f"  {copied['reason'] or 'the copy of --self-draft would take ' + decimal(copied['bytes'])}"
-    for each in model["products"]:
-        by = _PRODUCTS[each["product"]]
-        yield f"  {each['layers']} linear layers of {each['outputs']} x {each['inputs']}: {by}"
+    for entry in model["products"]:
+        by = _PRODUCTS[entry["product"]]
+        yield f"  {entry['layers']} linear layers of {entry['outputs']} x {entry['inputs']}: {by}"
     yield f"  served by {report['backend']}"
-    for each in report["paths"]:
-        yield f"    {each['path']}: {'yes' if each['serves'] else 'no'}{each['reason'] and ', ' + each['reason']}"
+    for entry in report["paths"]:
+        yield f"    {entry['path']}: {'yes' if entry['serves'] else 'no'}{entry['reason'] and ', ' + entry['reason']}"
     if report["bits"]:
         yield f"    bits: {report['bits']}"
     for path, problem in model["problems"].items():

@@ -240,8 +240,8 @@ def _describe(header: Any) -> str:
 
 def _app(kind: Kind, options: tuple[type, ...], purpose: str, **words: str) -> App:
     app = App(help=purpose)
-    for command, each in zip((build, add, info, merge), options, strict=True):
-        app.add(update_wrapper(partial(command, kind), command), each, kind=kind, **words)
+    for command, kinds in zip((build, add, info, merge), options, strict=True):
+        app.add(update_wrapper(partial(command, kind), command), kinds, kind=kind, **words)
     return app
 
 

@@ -69,7 +69,9 @@ def log_answer(command: str, model: str, prompt: str, answer: str) -> None:
         with closing(sqlite3.connect(file)) as base, base:
             if _is_on(base):
                 row = command, model, prompt, answer
-                base.execute("INSERT INTO answers VALUES (datetime('now'), ?, ?, ?, ?)", [_text(each) for each in row])
+                base.execute(
+                    "INSERT INTO answers VALUES (datetime('now'), ?, ?, ?, ?)", [_text(value) for value in row]
+                )
     except sqlite3.Error as error:
         say("warning", f"the answer is not in the log {file}: {error}")
 
@@ -118,10 +120,10 @@ def log(options: LogOptions) -> None:
                 base.execute(f"PRAGMA user_version = {_ON if options.on else 0}")
             is_on = _is_on(base)
             last = "SELECT * FROM answers ORDER BY rowid DESC LIMIT ?"
-            found: list[Any] = base.execute(last, [options.count]).fetchall()
+            answers: list[Any] = base.execute(last, [options.count]).fetchall()
     except sqlite3.Error as error:
         raise ConfigError(f"{file}: {error}") from error
-    for row in reversed(found):
+    for row in reversed(answers):
         if options.as_json:
             print(json.dumps(dict(zip(_COLUMNS, row, strict=True))))
         else:

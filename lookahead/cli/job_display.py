@@ -140,10 +140,10 @@ def describe_failure(error: OSError) -> str:
 def describe_changes(error: ResultsError, output: Path | None) -> list[str]:
     """The files of a job that another program changed, in order of detection, and how to continue."""
     changes: list[str] = []
-    found: BaseException | None = error
-    while isinstance(found, ResultsError):
-        changes.insert(0, str(found))
-        found = found.__context__
+    cause: BaseException | None = error
+    while isinstance(cause, ResultsError):
+        changes.insert(0, str(cause))
+        cause = cause.__context__
     changes[-1] += "" if output is None else "; --resume does the rest"
     return changes
 

@@ -78,19 +78,19 @@ def _suggest(options: ModelsOptions) -> None:
         raise ConfigError("the free memory of this machine is not known")
     fitting = list(suggestions(memory, machine["bytes_per_s"], is_cpu=is_cpu))
     if options.as_json:
-        for each in fitting:
-            print(json.dumps(asdict(each)))
+        for model in fitting:
+            print(json.dumps(asdict(model)))
         return
     rows = [
         {
-            "model": each.name,
-            "type": each.dtype if each.dtype == "bf16" else f"--quantize {each.dtype}",
-            "memory": decimal(each.bytes),
-            "tokens/s,\nestimated": f"{each.tokens_per_s:.0f}"
-            if each.tokens_per_s >= 10
-            else f"{each.tokens_per_s:.1f}",
+            "model": model.name,
+            "type": model.dtype if model.dtype == "bf16" else f"--quantize {model.dtype}",
+            "memory": decimal(model.bytes),
+            "tokens/s,\nestimated": f"{model.tokens_per_s:.0f}"
+            if model.tokens_per_s >= 10
+            else f"{model.tokens_per_s:.1f}",
         }
-        for each in fitting
+        for model in fitting
     ]
     console(sys.stdout).print(table(rows))
     speed = f"{machine['bytes_per_s'] / 1e9:.0f} GB/s"

@@ -37,14 +37,14 @@ def _file_of(name: str) -> Path:
 
 def _keys_of(context: typer.Context) -> dict[str, Any]:
     """The parameters that a file may hold, by their keys: their longest flag without dashes."""
-    shown = [each for each in context.command.params if each.name not in _OF_ONE_CALL]
-    return {max(each.opts, key=len).lstrip("-").replace("_", "-"): each for each in shown}
+    shown = [option for option in context.command.params if option.name not in _OF_ONE_CALL]
+    return {max(option.opts, key=len).lstrip("-").replace("_", "-"): option for option in shown}
 
 
 def _as_typed(value: Any, parameter: Any) -> Any:
     """A value of TOML as the words of a command line, which are checked as such."""
     words = value if isinstance(value, list) else [value]
-    words = [str(each).lower() if isinstance(each, bool) else str(each) for each in words]
+    words = [str(word).lower() if isinstance(word, bool) else str(word) for word in words]
     return words if parameter.nargs == -1 or getattr(parameter, "multiple", False) else " ".join(words)
 
 

@@ -56,8 +56,8 @@ def options_of(kind: type) -> list[tuple[Field[Any], type]]:
     """The options of a dataclass with the classes that declare them; a class comes before its bases."""
     classes = kind.__mro__
     owners = {name: i for i, owner in enumerate(classes) for name in get_annotations(owner)}
-    ordered = sorted(fields(kind), key=lambda each: owners[each.name])
-    return [(each, classes[owners[each.name]]) for each in ordered if each.metadata.get("help")]
+    ordered = sorted(fields(kind), key=lambda option: owners[option.name])
+    return [(option, classes[owners[option.name]]) for option in ordered if option.metadata.get("help")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +219,9 @@ class RepetitionOptions:
         against_loops, drawing = ({name: getattr(self, name, None) for name in group} for group in names)
         if drawing["temperature"] == 0:
             drawing = {}
-        given = against_loops | drawing | {"stop_strings": self.stop or None}
+        values = against_loops | drawing | {"stop_strings": self.stop or None}
         is_drawn = any(value is not None for value in drawing.values())
-        return {"do_sample": is_drawn, **{name: value for name, value in given.items() if value is not None}}
+        return {"do_sample": is_drawn, **{name: value for name, value in values.items() if value is not None}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,16 +262,16 @@ class OnePromptOptions(PromptOptions):
         """The text of the argument or the option, or of stdin; `names_file`: the argument is the name of a file."""
         if self.prompt is not None and self.prompt_text is not None:
             raise ConfigError("name one prompt: the argument or --prompt, got both")
-        given = self.prompt_text if self.prompt is None else self.prompt
-        if given is None:
+        text = self.prompt_text if self.prompt is None else self.prompt
+        if text is None:
             if sys.stdin is not None and sys.stdin.isatty():
                 raise ConfigError("no prompt: pass it as the argument, by --prompt, or through a pipe")
-            given = STDIN
-        if given == STDIN or (names_file and self.prompt is not None):
-            return read_prompt_file(given)
-        if not given:
+            text = STDIN
+        if text == STDIN or (names_file and self.prompt is not None):
+            return read_prompt_file(text)
+        if not text:
             raise PromptError("the prompt is empty")
-        return given
+        return text
 
 
 def read_prompt_file(name: str) -> str:

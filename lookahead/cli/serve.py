@@ -137,9 +137,9 @@ def _keys(options: ServeOptions) -> list[str]:
     """The API keys: of the command line, else of a file, else of the environment, which other users do not see."""
     if options.api_key is not None and options.api_key_file is not None:
         raise ConfigError("pass either --api-key or --api-key-file")
-    given = os.environ.get("LOOKAHEAD_API_KEY") if options.api_key is None else options.api_key
+    key = os.environ.get("LOOKAHEAD_API_KEY") if options.api_key is None else options.api_key
     if options.api_key_file is None:
-        return [] if given is None else [_checked(given)]
+        return [] if key is None else [_checked(key)]
     try:
         lines = options.api_key_file.read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:

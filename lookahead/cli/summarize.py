@@ -108,15 +108,15 @@ def summarize(options: JobOptions) -> None:
             if options.dry_run:
                 raise typer.Exit(_estimate(options, documents, summarizer))
         tell_if_demonstration(options.model)
-        known = count_documents(sources)
-        total = min((number for number in (known, options.limit) if number is not None), default=None)
+        count = count_documents(sources)
+        total = min((number for number in (count, options.limit) if number is not None), default=None)
         is_stdout, is_text = options.output is None, _prints_text(options)
         shows_bar = not is_stdout or is_text or not sys.stdout.isatty()
-        display = JobDisplay(total if known is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
+        display = JobDisplay(total if count is not None else None, as_text=is_stdout and is_text, with_bar=shows_bar)
         if not options.ray:
             summarizer.on_prefill, summarizer.on_progress = display.reading, display.parts
         totals = JobTotals(skipped=skipped, notes=notes)
-        run = partial(run_job, documents, summarize_all, paths, identity, totals=totals, is_part=total != known)
+        run = partial(run_job, documents, summarize_all, paths, identity, totals=totals, is_part=total != count)
         status = _run(run, options, totals, display, is_exact=identity.dtype == "float32")
     raise typer.Exit(status)
 

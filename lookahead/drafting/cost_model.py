@@ -97,9 +97,9 @@ class StepCost:
 
     def plain(self, rows: int, context: int = 0) -> FloatArray:
         """Cost of a plain step of 0, 1, …, `rows` rows, float64 `[rows + 1]`, in units of `curve`; non-decreasing."""
-        known = sorted({1 << power for power in range(rows.bit_length())} | {rows})  # one of every bucket
-        costs = [self.curve(some, 1, context)[1] for some in known]
-        return np.maximum.accumulate(np.interp(np.arange(rows + 1), [0, *known], [0.0, *costs]))
+        sizes = sorted({1 << power for power in range(rows.bit_length())} | {rows})  # one of every bucket
+        costs = [self.curve(some, 1, context)[1] for some in sizes]
+        return np.maximum.accumulate(np.interp(np.arange(rows + 1), [0, *sizes], [0.0, *costs]))
 
     def measured(self, rows: int, context: int = 0) -> int:
         """Maximum nodes per row with measured costs; larger steps are extrapolated."""

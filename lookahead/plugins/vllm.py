@@ -63,13 +63,13 @@ class VllmOptions:
     def of(cls, vllm_config: Any) -> VllmOptions:
         """The options in a `VllmConfig`."""
         additional = getattr(vllm_config, "additional_config", None)
-        given = additional.get("lookahead", {}) if isinstance(additional, Mapping) else {}
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"additional_config.lookahead must be an object, got {given!r}")
-        known = [field.name for field in fields(cls)]
-        if unknown := [str(name) for name in given if name not in known]:
-            raise ConfigError(f"additional_config.lookahead knows {', '.join(known)}, got {', '.join(unknown)}")
-        return cls(**given)
+        options = additional.get("lookahead", {}) if isinstance(additional, Mapping) else {}
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"additional_config.lookahead must be an object, got {options!r}")
+        names = [field.name for field in fields(cls)]
+        if unknown := [str(name) for name in options if name not in names]:
+            raise ConfigError(f"additional_config.lookahead knows {', '.join(names)}, got {', '.join(unknown)}")
+        return cls(**options)
 
 
 class LookaheadProposer:
@@ -119,11 +119,11 @@ class LookaheadProposer:
         # seconds of drafting, and the time of the return.
         self._before: tuple[list[int], int, float | None, float] = ([], 0, None, 0.0)
         # Compile, or load from the cache, all functions that a step calls.
-        proposer, known, lengths = ChainProposer(2), KnownRequests(1, 1), ChainLengths()
+        proposer, requests, lengths = ChainProposer(2), KnownRequests(1, 1), ChainLengths()
         tokens, counts = np.arange(2048, dtype=np.int32)[None] % 8, np.array([2048])
-        known.rows = [proposer.start(tokens[0, :2])]
-        known.match(tokens, counts, [True])
-        _, path_probs, _ = proposer.step(known.rows, tokens, counts, 4096, 1)  # the index grows
+        requests.rows = [proposer.start(tokens[0, :2])]
+        requests.match(tokens, counts, [True])
+        _, path_probs, _ = proposer.step(requests.rows, tokens, counts, 4096, 1)  # the index grows
         lengths.observe(rows=1, drafted=0, emitted=1, seconds=1.0)
         lengths.choose(path_probs)
 
@@ -255,8 +255,8 @@ class KnownRequests:
         for row in range(counts.size):
             if rows[row] is None and wanted[row] and loose:
                 whole = tokens[row], counts[row], int(counts[row]) + 1
-                found = [request for request in loose if begins(request.address, *whole)]
-                rows[row] = max(found, key=len, default=None)
+                matches = [request for request in loose if begins(request.address, *whole)]
+                rows[row] = max(matches, key=len, default=None)
                 loose = [request for request in loose if request is not rows[row]]
         self.rows = rows
         gone = [request for request in left if any(request is other for other in loose)]

@@ -98,9 +98,9 @@ class Answer:
             stops = StopTexts(body.stop, keeps=body.include_stop_str_in_output)
             choice, at = Choice(stops, CallReader(names, is_forced=forced is not None)), i // body.n
             if isinstance(body, CompletionBody) and body.echo:
-                given = body.prompts[at]
-                is_whole = isinstance(given, str) and body.truncate_prompt_tokens is None
-                choice.reader.text = given if is_whole else str(tokenizer.decode(prompts[at]))
+                prompt = body.prompts[at]
+                is_whole = isinstance(prompt, str) and body.truncate_prompt_tokens is None
+                choice.reader.text = prompt if is_whole else str(tokenizer.decode(prompts[at]))
                 choice.logprobs += logprobs[at] if body.logprobs is not None else []
             if body.max_tokens == 0:
                 choice.finish_reason = "length"
@@ -113,8 +113,11 @@ class Answer:
         """The first events of a stream."""
         if self._is_chat:
             return [self._chunk(i, {"role": "assistant", "content": ""}, None, []) for i in range(len(self.choices))]
-        begun = [(i, each) for i, each in enumerate(self.choices) if each.reader.text or each.finish_reason]
-        return [self._chunk(i, {"content": each.reader.text}, each.finish_reason, each.logprobs) for i, each in begun]
+        begun = [(i, choice) for i, choice in enumerate(self.choices) if choice.reader.text or choice.finish_reason]
+        return [
+            self._chunk(i, {"content": choice.reader.text}, choice.finish_reason, choice.logprobs)
+            for i, choice in begun
+        ]
 
     def add(self, i: int, update: Update) -> Iterable[Event]:
         """Add an update of an output; returns its events in a stream."""
@@ -144,7 +147,7 @@ class Answer:
             choices.append(self._choice(i, "message", message, choice.finish_reason, choice.logprobs))
             if self._body.prompt_logprobs is not None:
                 read = self._prompt_logprobs[i // self._body.n]
-                choices[i]["prompt_logprobs"] = [None, *(self._of_prompt(each) for each in read[1:])]
+                choices[i]["prompt_logprobs"] = [None, *(self._of_prompt(token) for token in read[1:])]
         told = {"prompt_logprobs": choices[0]["prompt_logprobs"]} if self._is_chat and self._prompt_logprobs else {}
         return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage(), **told}
 
@@ -190,34 +193,35 @@ class Answer:
         told["logprobs"] = self._logprobs(choice, logprobs) if logprobs else None
         return {"index": i, **told, "finish_reason": reason, "stop_reason": choice.stop if reason else None}
 
-    def _logprobs(self, choice: Choice, found: Sequence[TokenLogprobs]) -> Event:
+    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprobs]) -> Event:
         if self._is_chat:
-            return {"content": self._entries(found), "refusal": None}
-        texts = [self._text(each.token) for each in found]
+            return {"content": self._entries(tokens), "refusal": None}
+        texts = [self._text(token.token) for token in tokens]
         *offsets, choice.offset = accumulate(map(len, texts), initial=choice.offset)
         return {
             "tokens": texts,
-            "token_logprobs": [each.logprob for each in found],
+            "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                None if each.logprob is None else {self._text(token): log for token, log in each.top} for each in found
+                None if entry.logprob is None else {self._text(token): log for token, log in entry.top}
+                for entry in tokens
             ],
             "text_offset": offsets,
         }
 
-    def _of_prompt(self, each: TokenLogprobs) -> dict[str, Any]:
+    def _of_prompt(self, entry: TokenLogprobs) -> dict[str, Any]:
         """A token of a prompt, in the words of vLLM."""
-        ranks = {token: at + 1 for at, (token, _) in enumerate(each.top)}
-        logprobs = dict([(each.token, each.logprob), *each.top[: self._body.prompt_logprobs]])
+        ranks = {token: at + 1 for at, (token, _) in enumerate(entry.top)}
+        logprobs = dict([(entry.token, entry.logprob), *entry.top[: self._body.prompt_logprobs]])
         return {
             str(token): {"logprob": log, "rank": ranks.get(token), "decoded_token": self._text(token)}
             for token, log in logprobs.items()
         }
 
-    def _entries(self, found: Sequence[TokenLogprobs]) -> list[Event]:
+    def _entries(self, tokens: Sequence[TokenLogprobs]) -> list[Event]:
         """Tokens of a chat with their log-probabilities."""
         return [
-            self._named(each.token, each.logprob) | {"top_logprobs": [self._named(*top) for top in each.top]}
-            for each in found
+            self._named(token.token, token.logprob) | {"top_logprobs": [self._named(*top) for top in token.top]}
+            for token in tokens
         ]
 
     def _named(self, token: int, logprob: float | None) -> Event:

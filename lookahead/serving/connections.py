@@ -64,8 +64,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc]  # untyped base class
         super().connection_made(transport)
         self._wait_for_headers()
         if len(self.connections) > self._most:
-            idle = [each for each in self.connections if each is not self and each._is_idle]
-            oldest = min(idle, key=lambda each: each.since, default=self)
+            idle = [other for other in self.connections if other is not self and other._is_idle]
+            oldest = min(idle, key=lambda other: other.since, default=self)
             self.connections.discard(oldest)
             oldest.transport.abort()
 

@@ -58,10 +58,10 @@ class MediaReader:
                     content.append({"type": "image", "image": image})
             chat.append({**message, "content": content})
         continues = messages[-1]["role"] == "assistant"
-        given = {"add_generation_prompt": not continues, "continue_final_message": continues, **kwargs}
+        variables = {"add_generation_prompt": not continues, "continue_final_message": continues, **kwargs}
         try:
             inputs = self.processor.apply_chat_template(
-                chat, tokenize=True, return_dict=True, return_tensors="pt", **given
+                chat, tokenize=True, return_dict=True, return_tensors="pt", **variables
             )
         except Exception as error:  # a template, or a processor, may raise anything
             raise invalid("messages", f"the model's processor does not take them: {first_line(error)}") from error

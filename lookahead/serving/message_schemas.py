@@ -108,14 +108,14 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The message in the form of chat templates."""
-        given = self.model_dump(exclude_none=True, exclude={"refusal", "reasoning", "function_call"})
-        given["content"] = text_of(self.content) or self.refusal or ""
+        values = self.model_dump(exclude_none=True, exclude={"refusal", "reasoning", "function_call"})
+        values["content"] = text_of(self.content) or self.refusal or ""
         if self.reasoning is not None:
-            given.setdefault("reasoning_content", self.reasoning)
+            values.setdefault("reasoning_content", self.reasoning)
         if self.function_call is not None:
-            given["tool_calls"] = [{"type": "function", "function": self.function_call.model_dump()}]
-        given["role"] = _ROLES.get(self.role, self.role)
-        return given
+            values["tool_calls"] = [{"type": "function", "function": self.function_call.model_dump()}]
+        values["role"] = _ROLES.get(self.role, self.role)
+        return values
 
 
 def text_of(content: Content | Parts | None) -> str:

@@ -55,11 +55,11 @@ class Metrics:
 
     def collect(self) -> Iterator[Any]:
         """The current figures, as a Prometheus collector."""
-        found = list(self._figures())
+        models = list(self._figures())
         for names, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for name, text in names.items():
                 family = kind(f"lookahead_{name}", text, labels=["model"])
-                for model, figures in found:
+                for model, figures in models:
                     family.add_metric([model], figures[name])
                 yield family
 

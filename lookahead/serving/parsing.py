@@ -39,17 +39,17 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_few_fields(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if len(given) > _MOST_FIELDS:
-            raise ValueError(f"an object has at most {_MOST_FIELDS} fields here, got {len(given)}")
+    def _has_few_fields(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        if len(fields) > _MOST_FIELDS:
+            raise ValueError(f"an object has at most {_MOST_FIELDS} fields here, got {len(fields)}")
         inner, mark = cls.nests
-        if mark in given and inner not in given:
-            rest = {name: value for name, value in given.items() if name != "type"}
-            given = {"type": given.get("type"), inner: rest}
+        if mark in fields and inner not in fields:
+            rest = {name: value for name, value in fields.items() if name != "type"}
+            fields = {"type": fields.get("type"), inner: rest}
         # A field that is null is absent, as clients send what they got.
-        return {name: each for name, each in given.items() if each is not None and name not in cls.ignores}
+        return {name: value for name, value in fields.items() if value is not None and name not in cls.ignores}
 
     @model_validator(mode="after")
     def _is_whole(self) -> Body:

@@ -25,20 +25,22 @@ class PlainText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
         added = tokenizer.added_tokens_decoder.values()
-        texts = sorted((each.content for each in added if each.special and len(each.content) > 1), key=len)
+        texts = sorted((token.content for token in added if token.special and len(token.content) > 1), key=len)
         self._special = re.compile("|".join(map(re.escape, reversed(texts))) or "(?!)")
 
     def holds_special(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a message of a user or a tool has a special token in its text."""
-        return any(each["role"] in _ROLES and self._special.search(each["content"]) for each in messages)
+        return any(message["role"] in _ROLES and self._special.search(message["content"]) for message in messages)
 
     def ids(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> list[int]:
         """The token ids of a chat that the template is known to take; `kwargs` are the variables of the template."""
-        used = {character for each in messages for character in each["content"]}
+        used = {character for message in messages for character in message["content"]}
         mark = next(chr(code) for code in _MARKS if chr(code) not in used)
         marked = [
-            {**each, "content": self._split(each["content"], mark)} if each["role"] in _ROLES else dict(each)
-            for each in messages
+            {**message, "content": self._split(message["content"], mark)}
+            if message["role"] in _ROLES
+            else dict(message)
+            for message in messages
         ]
         continues = messages[-1]["role"] == "assistant"
         text = self._tokenizer.apply_chat_template(
@@ -48,7 +50,7 @@ class PlainText:
         return [token for part in parts for token in part]
 
     def _split(self, text: str, mark: str) -> str:
-        while (found := self._special.search(text)) is not None:
-            at = found.start() + 1
+        while (match := self._special.search(text)) is not None:
+            at = match.start() + 1
             text = text[:at] + mark + text[at:]
         return text

@@ -14,10 +14,10 @@ _MOST_ENTRIES = 1024
 _LEAST_TEMPERATURE = 1e-6  # smaller ones make scores overflow
 
 
-def _are_few(given: Any) -> Any:
-    if isinstance(given, dict) and len(given) > _MOST_ENTRIES:
-        raise ValueError(f"must have at most {_MOST_ENTRIES} entries, got {len(given)}")
-    return given
+def _are_few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > _MOST_ENTRIES:
+        raise ValueError(f"must have at most {_MOST_ENTRIES} entries, got {len(value)}")
+    return value
 
 
 def _is_no_overflow(temperature: float) -> float:

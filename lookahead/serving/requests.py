@@ -138,10 +138,10 @@ class Output:
     def _logprobs(self, row: Row, tokens: list[int]) -> list[TokenLogprobs]:
         """Log-probabilities of new tokens, from the logits that the chooser kept; the logits are dropped."""
         kept: list[Tensor] = row.chooser.logits[row.place]
-        found = [_logprobs_of(token, logits, self._top or 0) for token, logits in zip(tokens, kept, strict=True)]
+        logprobs = [_logprobs_of(token, logits, self._top or 0) for token, logits in zip(tokens, kept, strict=True)]
         kept.clear()
         row.chooser.scores[row.place].clear()
-        return found
+        return logprobs
 
 
 @torch.inference_mode()
@@ -157,14 +157,14 @@ def prompt_logprobs(model: PreTrainedModel, ids: list[int], top: int) -> list[To
     if kind_of(model).has_encoder or (len(ids) > _PART and prefills_at_once(model)):
         why = "an encoder reads it" if kind_of(model).has_encoder else "it is too long to be read at once"
         raise UnsupportedModelError(f"{type(model).__name__} gives no log-probabilities of this prompt: {why}")
-    found, cache = [TokenLogprobs(ids[0], None, [])], None
+    logprobs, cache = [TokenLogprobs(ids[0], None, [])], None
     for start in range(0, len(ids), _PART):
         part = torch.tensor([ids[start : start + _PART]], device=input_device(model))
         read = causal_lm(part, past_key_values=cache, use_cache=len(ids) > _PART)
         cache = read.get("past_key_values")
         following = ids[start + 1 : start + 1 + _PART]
-        found += [_logprobs_of(token, logits, top) for token, logits in zip(following, read.logits[0], strict=False)]
-    return found
+        logprobs += [_logprobs_of(token, logits, top) for token, logits in zip(following, read.logits[0], strict=False)]
+    return logprobs
 
 
 def _logprobs_of(token: int, logits: Tensor, top: int) -> TokenLogprobs:

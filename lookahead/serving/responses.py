@@ -102,9 +102,9 @@ class ResponsesBody(ChatBody):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_echo(cls, given: Any, handler: Any) -> Any:
-        body = handler(given)
-        body._echoed = {name: value for name, value in given.items() if name in _ECHOED and value is not None}
+    def _with_echo(cls, fields: Any, handler: Any) -> Any:
+        body = handler(fields)
+        body._echoed = {name: value for name, value in fields.items() if name in _ECHOED and value is not None}
         return body
 
     @model_validator(mode="after")

@@ -102,8 +102,8 @@ class Guard:
             # Clients send characters outside ASCII as UTF-8 or as Latin-1.
             bearer = headers.get("authorization", "").partition(" ")[2].strip()
             sent = (bearer or headers.get("x-api-key", "")).encode("latin-1")
-            given = sent, sent.decode("latin-1").encode()
-            fits = [any(hmac.compare_digest(each, key) for each in given) for key in self._keys]
+            forms = sent, sent.decode("latin-1").encode()
+            fits = [any(hmac.compare_digest(form, key) for form in forms) for key in self._keys]
             if not any(fits):
                 raise ApiError(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'")
             owner = f"key {fits.index(True)}"

@@ -66,8 +66,8 @@ class ServedModel:
         except (LookaheadError, OSError) as error:  # transformers decodes it, or the costs are not saved
             _log.info("%s: %s", name, error)
         self.loop = DecodingLoop(self.model, self.tokenizer, config=config, **decoding)
-        given = self.model, self.tokenizer, max_new_tokens, self.loop.most_outputs
-        self.translator = Translator(*given, plain_user_text=plain_user_text, processor=processor)
+        arguments = self.model, self.tokenizer, max_new_tokens, self.loop.most_outputs
+        self.translator = Translator(*arguments, plain_user_text=plain_user_text, processor=processor)
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -134,9 +134,9 @@ class ServedModels:
     def described(self, name: str) -> dict[str, Any]:
         """A model as `/v1/models` lists it; its context is known once it is loaded. ApiError if it is not served."""
         self.get(name)
-        context = next((each.translator.context for each in self.loaded if each.name == name), None)
-        known = {} if context is None else {"max_model_len": context}
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "lookahead", **known}
+        context = next((model.translator.context for model in self.loaded if model.name == name), None)
+        length = {} if context is None else {"max_model_len": context}
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "lookahead", **length}
 
     def _load(self, name: str, source: str) -> None:
         try:

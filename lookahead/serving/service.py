@@ -80,7 +80,7 @@ class Service:
 
     def __init__(self, models: ServedModels, timeout_s: float) -> None:
         self.models, self._timeout_s = models, timeout_s
-        self.metrics = Metrics(lambda: [(each.name, each.loop.figures()) for each in models.loaded])
+        self.metrics = Metrics(lambda: [(model.name, model.loop.figures()) for model in models.loaded])
         self._readers, self._parsers = TimedWorkers(_READERS, _READING_S), TimedWorkers(_WRITERS, _READING_S)
         self._scorers, self._writers = TimedWorkers(1), TimedWorkers(_WRITERS)  # the first takes passes of a model
 
@@ -121,7 +121,7 @@ class Service:
         """Translate a request and start its outputs, until the turn is cancelled."""
         whose = turn.deadline, turn.client
         served, planned = await self.read(turn, body, lambda served: (served, _plan(served, body, turn)))
-        prompts, logprobs = [each.request.ids for each in planned], list[list[TokenLogprobs]]()
+        prompts, logprobs = [plan.request.ids for plan in planned], list[list[TokenLogprobs]]()
         tops = [body.prompt_logprobs, body.logprobs if isinstance(body, CompletionBody) and body.echo else None]
         if (top := max((top for top in tops if top is not None), default=None)) is not None:
             if body.stream and body.prompt_logprobs is not None:
@@ -130,8 +130,8 @@ class Service:
                 raise invalid("prompt", f"at most {_MOST_SCORED} tokens have log-probabilities, got {count}")
             for ids in prompts:
                 logprobs.append(await self._scorers.run(partial(prompt_logprobs, served.model, ids, top), *whose))
-        given = body, body.model or served.name, served.tokenizer, prompts, logprobs
-        turn.answer = await self._writers.run(partial(make, *given), *whose)
+        arguments = body, body.model or served.name, served.tokenizer, prompts, logprobs
+        turn.answer = await self._writers.run(partial(make, *arguments), *whose)
         if body.max_tokens != 0:
             queue = partial(_queue, turn, served.loop, planned, asyncio.get_running_loop())
             await self._readers.run(queue, *whose, interrupts=False)
@@ -145,10 +145,10 @@ class Service:
             if choices[i].finish_reason is not None:  # after a stop text
                 continue
             if update.error is not None:
-                known = as_api_error(update.error)
-                if known.status == 500:
+                error = as_api_error(update.error)
+                if error.status == 500:
                     _log.error("an output failed", exc_info=update.error)
-                raise known
+                raise error
             if update.end == "cancelled":
                 raise shutting_down()
             if update.tokens and not choices[i].tokens:
@@ -196,11 +196,11 @@ def _queue(
         with suppress(RuntimeError):  # the server has ended
             events.call_soon_threadsafe(turn.updates.put_nowait, (i, update))
 
-    choices = [(each, choice) for each in planned for choice in range(each.request.choices)]
-    for i, (each, choice) in enumerate(choices):
+    choices = [(plan, choice) for plan in planned for choice in range(plan.request.choices)]
+    for i, (plan, choice) in enumerate(choices):
         if turn.is_cancelled.is_set():
             break
-        turn.outputs.append(loop.put(each, partial(pass_on, i), choice))
+        turn.outputs.append(loop.put(plan, partial(pass_on, i), choice))
     if turn.is_cancelled.is_set():
         turn.cancel()
 

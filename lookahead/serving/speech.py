@@ -53,7 +53,7 @@ def heard(served: HearingModel, body: SpeechBody, file: UploadFile, task: str) -
     if form == "json":
         return JSONResponse({"text": text})
     if form == "verbose_json":
-        words = [{"word": each.text, "start": each.start, "end": each.end} for each in segments]
+        words = [{"word": word.text, "start": word.start, "end": word.end} for word in segments]
         parts = {"words": words} if by_words else {"segments": [{"id": i, **asdict(s)} for i, s in enumerate(segments)]}
         told = {"task": task, "language": body.language or "unknown", "duration": len(samples) / rate}
         return JSONResponse({**told, "text": text, **parts})

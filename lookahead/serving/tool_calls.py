@@ -38,7 +38,7 @@ def _schema_of(function: Any, place: str) -> dict[str, Any]:
 def _moved(schema: Any, place: str) -> Any:
     """A schema whose references to itself hold at another place of a document."""
     if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
+        return [_moved(part, place) for part in schema]
     if not isinstance(schema, dict):
         return schema
     moved = {name: value if name in _DATA else _moved(value, place) for name, value in schema.items()}
@@ -108,12 +108,12 @@ class CallReader:
             if named and (arguments := _ARGUMENTS.match(rest, named.end())):
                 self._rest, self._depth = rest[arguments.end() + 1 :], 1
                 return self._begin(_decoded(named[1])[0], "{")
-            if found := _OBJECT.match(rest):
-                content, size = _decoded(rest[found.end() :])
+            if match := _OBJECT.match(rest):
+                content, size = _decoded(rest[match.end() :])
                 if isinstance(content, dict) and content.get("name") in self._names:
-                    self._rest = rest[found.end() + size :]
-                    given = content.get("arguments", content.get("parameters", {}))
-                    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+                    self._rest = rest[match.end() + size :]
+                    values = content.get("arguments", content.get("parameters", {}))
+                    text = values if isinstance(values, str) else json.dumps(values, ensure_ascii=False)
                     # Halves of surrogate pairs stay escaped: UTF-8 does not encode them.
                     return self._begin(content["name"], text.encode("utf-8", "backslashreplace").decode())
                 if not size and not is_last:

@@ -115,7 +115,10 @@ class Translator:
             if body.truncate_prompt_tokens:
                 return
         sizes = [("messages", sum(map(size_of, texts)))]
-        sizes += [("prompt", size_of(each) if isinstance(each, str) else len(each) * self._longest) for each in prompts]
+        sizes += [
+            ("prompt", size_of(prompt) if isinstance(prompt, str) else len(prompt) * self._longest)
+            for prompt in prompts
+        ]
         for field, size in sizes:
             least = -(-size // self._longest)
             if self._limit is not None and least > self._limit:
@@ -145,8 +148,8 @@ class Translator:
             raise invalid("prompt", "must hold a prompt, got none")
         prompts, cut = body.prompts, body.truncate_prompt_tokens
         if body.suffix is not None:
-            known = self._tokenizer.get_added_vocab()
-            infill = next((tokens for tokens in _INFILL if known.keys() >= {*tokens}), None)
+            vocabulary = self._tokenizer.get_added_vocab()
+            infill = next((tokens for tokens in _INFILL if vocabulary.keys() >= {*tokens}), None)
             if infill is None:
                 raise invalid("suffix", "the model has no tokens for infilling that are known here")
             before, between, after = infill
@@ -181,15 +184,15 @@ class Translator:
             raise invalid(f"messages.content.{media[0].type}", "the model reads text only")
         if media and cut is not None:
             raise invalid("truncate_prompt_tokens", "cuts texts alone")
-        given = [_with_objects(message.for_template()) for message in messages]
-        is_plain = self._plain is not None and self._plain.holds_special(given)
+        chat = [_with_objects(message.for_template()) for message in messages]
+        is_plain = self._plain is not None and self._plain.holds_special(chat)
         if media and is_plain:
             raise invalid("messages.content", "has special tokens, which are read as text only in chats of text")
 
         def read(**variables: Any) -> tuple[list[int], dict[str, Any]]:
             if self._media is None:
-                return self._read(given, cut, chat_template_kwargs=variables), {}
-            inputs = self._media.inputs(given, [message.parts for message in messages], variables)
+                return self._read(chat, cut, chat_template_kwargs=variables), {}
+            inputs = self._media.inputs(chat, [message.parts for message in messages], variables)
             ids = inputs["input_ids"][0].tolist()
             return (ids, inputs) if media else (self._read(ids, cut), {})
 
@@ -200,7 +203,7 @@ class Translator:
             if ids == without:
                 raise invalid("tools", "the chat template of the model takes none")
         if self._plain is not None and is_plain:
-            return self._read(self._plain.ids(given, kwargs), cut), {}
+            return self._read(self._plain.ids(chat, kwargs), cut), {}
         return ids, inputs
 
     def _read(self, prompt: Any, cut: int | None = None, **options: Any) -> list[int]:
@@ -226,7 +229,7 @@ class Translator:
     ) -> GenerationRequest:
         name = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
         most = getattr(body, name)
-        options: dict[str, Any] = {name: each for name in _AS_THEY_ARE if (each := getattr(body, name)) is not None}
+        options: dict[str, Any] = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
         if options.get("top_k") == -1:
             options["top_k"] = 0
         is_random = any(options.get(name) for name in ("temperature", "top_p", "top_k", "min_p"))
@@ -297,7 +300,7 @@ def _grammar_of(body: GenerationBody) -> dict[str, Any]:
         ("structured_outputs.regex", "regex", outputs.regex), ("structured_outputs.choice", "regex", choice),
         ("structured_outputs.grammar", "grammar", outputs.grammar),
     ]  # fmt: skip
-    forms = [each for each in forms if each[2] is not None]
+    forms = [form for form in forms if form[2] is not None]
     if len(forms) > 1:
         raise invalid(forms[1][0], f"cannot be combined with {forms[0][0]}")
     return {kind: value for _, kind, value in forms}

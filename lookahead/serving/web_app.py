@@ -158,8 +158,8 @@ def make_app(
         told = as_api_error(error)
         return JSONResponse(told.body_at(request.url.path), told.status, told.headers)
 
-    for known in (ApiError, *OF_REQUESTS, Exception):
-        app.add_exception_handler(known, refused)
+    for kind in (ApiError, *OF_REQUESTS, Exception):
+        app.add_exception_handler(kind, refused)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:

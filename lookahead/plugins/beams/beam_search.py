@@ -163,7 +163,7 @@ class BeamLoop(PlainLoop):
         self._generation.return_dict_in_generate = True
         output: Any = self.sample()
         seconds = time.perf_counter() - begin
-        found = []
+        outputs = []
         counts = (output.beam_indices >= 0).sum(1).tolist()
         for row, (ids, count) in enumerate(zip(output.sequences.cpu(), counts, strict=True)):
             ids, stats = ids[: self._width + count], self.stats[row]
@@ -171,13 +171,15 @@ class BeamLoop(PlainLoop):
             stats.acceptance_histogram[1] = stats.target_forwards = count - 1
             stats.dtype = str(self._model.dtype).removeprefix("torch.")
             stats.bitwise_forwards = 0 if self._policy is BitPolicy.ROUNDED else stats.target_forwards
-            found.append(StepOutput(row, ids[self._width :].numpy().astype(np.int32), self._reason(ids)))
-        yield found
+            outputs.append(StepOutput(row, ids[self._width :].numpy().astype(np.int32), self._reason(ids)))
+        yield outputs
 
     def _reason(self, ids: Tensor) -> FinishReason:
         """Why a sequence, int64 `[tokens]`, ended; custom criteria may keep a state and are not called."""
         rows = cast(torch.LongTensor, ids[None])
-        if any(reason_of(each) == "stop" and each(rows, cast(Any, None)).any() for each in self._criteria):
+        if any(
+            reason_of(criterion) == "stop" and criterion(rows, cast(Any, None)).any() for criterion in self._criteria
+        ):
             return "stop"
         return "length" if len(ids) >= cast(int, self._generation.max_length) else "criteria"
 
@@ -270,7 +272,7 @@ class BeamLoop(PlainLoop):
         inputs, (beams, width) = {**self._model_kwargs, CACHE: past}, input_ids.shape
         is_sdpa = attention_name(text_config) == "sdpa"  # it computes each row of a batch alone
         if is_sdpa and width >= LONG_PROMPT and "logits_to_keep" in inputs and has_bits_of_copies(model, width, beams):
-            inputs = {name: each[:1] if isinstance(each, Tensor) else each for name, each in inputs.items()}
+            inputs = {name: value[:1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
             input_ids, inputs["logits_to_keep"] = input_ids[:1], beams  # as many rows of logits as beams
         logits = read_prompt(model, input_ids, config, inputs)
         with torch.inference_mode():
@@ -302,7 +304,9 @@ class BeamLoop(PlainLoop):
                 if len(self._ids) > beams:
                     layer.batch_repeat_interleave(beams)
                 else:  # one copy for all
-                    layer.keys, layer.values = (each.expand(beams, -1, -1, -1) for each in (layer.keys, layer.values))
+                    layer.keys, layer.values = (
+                        states.expand(beams, -1, -1, -1) for states in (layer.keys, layer.values)
+                    )
         return {**options, CACHE: _SharedInput(past.self_attention_cache, cross)}
 
 

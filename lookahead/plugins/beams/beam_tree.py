@@ -107,7 +107,7 @@ class BeamModel:
 
     def _prefill(self, input_ids: Tensor, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         logits = self._read(input_ids, generation_config)
-        self._trees = [BeamTree(*each, self._beams) for each in zip(self._roots, logits, strict=True)]
+        self._trees = [BeamTree(*root, self._beams) for root in zip(self._roots, logits, strict=True)]
         return self._output()
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
@@ -136,8 +136,8 @@ class BeamModel:
         if needed > cache.slots.capacity:  # growing on demand would add half of its size
             cache.resize(rows=len(self._trees), capacity=needed + DEAD_NODES)
         logits = self._score_trees([tree.tree() for tree in self._trees], scored)
-        for tree, each in zip(self._trees, logits, strict=True):
-            tree.learn(each)
+        for tree, scores in zip(self._trees, logits, strict=True):
+            tree.learn(scores)
 
     def states(self) -> list[RowCopy]:
         """The keys and values of the chosen beams, without their newest tokens."""

@@ -136,8 +136,8 @@ def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     copied = copy.deepcopy(model, shared).requires_grad_(False)
     try:
-        known = _layers_of_transformers(copied)
-        quantize_linears(copied, lambda layer: _KIND if layer in known else "")
+        layers = _layers_of_transformers(copied)
+        quantize_linears(copied, lambda layer: _KIND if layer in layers else "")
     except UnsupportedModelError as error:
         raise _refused(model, str(error)) from error
     own, copies = map(_bytes_read, (model, copied))

@@ -54,7 +54,7 @@ class EncoderInputs(ModelInputs):
             self._rows.retire(row)
             return
         # before the first pass
-        kept = torch.tensor([last if each == row else each for each in range(last)], dtype=torch.int64)
+        kept = torch.tensor([last if index == row else index for index in range(last)], dtype=torch.int64)
         outputs, mask = rows_of(self._joining.outputs, self._joining.mask, kept)
         self._joining = replace(self._joining, outputs=outputs, mask=mask)
 
@@ -62,10 +62,10 @@ class EncoderInputs(ModelInputs):
     def of_pass(self, tokens: Tensor, positions: Tensor) -> Iterator[dict[str, Any]]:
         encoded, self.cross = self._rows.of_pass()
         # Passes run in inference mode. A returned cache must be usable outside of it.
-        is_inner, given = not self._is_returned, super().of_pass(tokens, positions)
-        with torch.inference_mode(is_inner), torch.no_grad(), self._placed(positions) as found, given as options:
+        is_inner, inputs = not self._is_returned, super().of_pass(tokens, positions)
+        with torch.inference_mode(is_inner), torch.no_grad(), self._placed(positions) as modules, inputs as options:
             yield {**options, **encoded}
-        if not (found or self.takes_positions or self._biases):
+        if not (modules or self.takes_positions or self._biases):
             raise UnsupportedModelError(f"{type(self.model).__name__} takes no positions for the nodes of a tree")
 
     @contextmanager
@@ -75,19 +75,19 @@ class EncoderInputs(ModelInputs):
         No position is beyond the last slot, so its embedding was looked up in this pass or an earlier one. Yields the
         modules that looked up embeddings.
         """
-        thread, width, found = get_ident(), positions.shape[1], list[nn.Module]()
+        thread, width, modules = get_ident(), positions.shape[1], list[nn.Module]()
         slots = self.cache.slots
 
         def by_position(module: nn.Module, _inputs: Any, vectors: Tensor) -> Tensor:  # `[rows or 1, nodes, size]`
             if get_ident() != thread or vectors.shape[-2] != width:
                 return vectors
-            found.append(module)
+            modules.append(module)
             new, end = vectors.reshape(-1, width, vectors.shape[-1])[0], slots.kv_length
-            known = self._known.get(module, new[:0])
-            if len(known) < end:  # doubled, so that a step does not copy the whole text
-                self._known[module] = known = torch.cat([known, new.new_empty(end, new.shape[1])])
-            known[end - width : end] = new
-            return known[positions.to(known.device)]
+            biases = self._known.get(module, new[:0])
+            if len(biases) < end:  # doubled, so that a step does not copy the whole text
+                self._known[module] = biases = torch.cat([biases, new.new_empty(end, new.shape[1])])
+            biases[end - width : end] = new
+            return biases[positions.to(biases.device)]
 
         def by_distance(_module: nn.Module, _inputs: Any, biases: Tensor) -> Tensor:  # `[nodes, keys, heads]`
             past = slots.kv_length - width
@@ -99,7 +99,7 @@ class EncoderInputs(ModelInputs):
         handles = [vector.register_forward_hook(by_position) for vector in self._vectors]
         handles += [slot.register_forward_hook(by_distance) for slot in self._follows_slots]
         try:
-            yield found
+            yield modules
         finally:
             for handle in handles:
                 handle.remove()

@@ -73,9 +73,9 @@ class DecoderKind(ModelKind):
         ids = torch.tensor([[0] * PADDING + text], device=device)
         mask = torch.tensor([[0] * PADDING + [1] * len(text)], device=device)
         try:
-            given = {**self.probe(model, text, 1).inputs, "decoder_attention_mask": mask}
-            given = model.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=False, **given)
-            return agree(model, model(**given).logits[0, -1], own_logits(model, [text], text)[0, -1])
+            inputs = {**self.probe(model, text, 1).inputs, "decoder_attention_mask": mask}
+            inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=False, **inputs)
+            return agree(model, model(**inputs).logits[0, -1], own_logits(model, [text], text)[0, -1])
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -126,8 +126,8 @@ class DecoderKind(ModelKind):
             encoded = encode_heard(model, call.encoded, rows, is_shared=is_shared) if rows else None
             return [] if encoded is None else list(rows), encoded
         # The encoder must know all tokens of an input, and have positions for it.
-        known, limit = vocabulary_size(model, encoder_of(model)), self.prompt_limit(model) or math.inf
-        read = [row for row in rows if 0 < len(call.inputs[row]) <= limit and call.inputs[row].max() < known]
+        vocabulary, limit = vocabulary_size(model, encoder_of(model)), self.prompt_limit(model) or math.inf
+        read = [row for row in rows if 0 < len(call.inputs[row]) <= limit and call.inputs[row].max() < vocabulary]
         return read, encode(model, [call.inputs[row] for row in read]) if read else None
 
     def shares_encoder(self, model: PreTrainedModel, target: PreTrainedModel) -> bool:
@@ -135,8 +135,8 @@ class DecoderKind(ModelKind):
         if reads_text(model) or encoder is None or other is None or type(encoder) is not type(other):
             return False
         own, others = encoder.state_dict(), other.state_dict()
-        kinds = [{name: (each.dtype, each.device) for name, each in weights.items()} for weights in (own, others)]
-        return kinds[0] == kinds[1] and all(torch.equal(each, others[name]) for name, each in own.items())
+        kinds = [{name: (weight.dtype, weight.device) for name, weight in weights.items()} for weights in (own, others)]
+        return kinds[0] == kinds[1] and all(torch.equal(weight, others[name]) for name, weight in own.items())
 
     def trees_reason(self, model: PreTrainedModel, *, rows: int, is_padded: bool, is_rounded: bool) -> str:
         is_half = model.dtype in (torch.bfloat16, torch.float16) and input_device(model).type == "cpu"

@@ -124,7 +124,7 @@ class EncodedRows:
             cross.layers = [copy(layer) for layer in cross.layers]
             self._inputs[CACHE] = past = EncoderDecoderCache(self._own, cross)
             past.is_updated = encoded.past.is_updated
-        states: list[Tensor] = [each for layer in held_layers(cross) for each in (layer.keys, layer.values)]
+        states: list[Tensor] = [states for layer in held_layers(cross) for states in (layer.keys, layer.values)]
         if self._masks:
             self._inputs = others
             self._append(states)
@@ -141,9 +141,9 @@ class EncodedRows:
         thread, masks, is_shown = get_ident(), encoded.masks(), False
         self._cross = Cross(self._own, masks)
 
-        def see(_decoder: nn.Module, _inputs: Any, given: dict[str, Any]) -> None:
+        def see(_decoder: nn.Module, _inputs: Any, options: dict[str, Any]) -> None:
             nonlocal is_shown
-            states, mask = given.get("encoder_hidden_states"), given.get("encoder_attention_mask")
+            states, mask = options.get("encoder_hidden_states"), options.get("encoder_attention_mask")
             if get_ident() != thread or states is None:
                 return
             if mask is not None and mask.shape != states.shape[:2]:
@@ -189,21 +189,23 @@ class EncodedRows:
         """The inputs of a pass over all rows, and their cross-attention."""
         if self._is_changed:
             mask = pad_sequence(self._masks, batch_first=True)
-            (rows, tokens), given = mask.shape, self._inputs["attention_mask"]
+            (rows, tokens), former = mask.shape, self._inputs["attention_mask"]
             layers = held_layers(self._inputs[CACHE].cross_attention_cache)
             for layer, keys, values in zip(layers, self._buffers[::2], self._buffers[1::2], strict=True):
                 layer.keys, layer.values = keys[:rows, :, :tokens], values[:rows, :, :tokens]
             # Keys and values are cached, so a pass reads only the shape of the encoder's outputs.
-            outputs, known = self._inputs["encoder_outputs"], self._inputs["encoder_outputs"][0].shape[1]
-            lengths = {known: tokens}
+            outputs, width = self._inputs["encoder_outputs"], self._inputs["encoder_outputs"][0].shape[1]
+            lengths = {width: tokens}
             with torch.inference_mode(False):  # some models modify them in place
                 outputs = with_tensors(
                     outputs,
-                    lambda each: each.new_zeros(rows, *(lengths.get(n, n) for n in each.shape[1:2]), *each.shape[2:]),
+                    lambda tensor: tensor.new_zeros(
+                        rows, *(lengths.get(n, n) for n in tensor.shape[1:2]), *tensor.shape[2:]
+                    ),
                 )
             # A mask of audio length is left out: the model would derive another mask from it.
-            given = mask.long() if given is None or given.shape[1] == known else None
-            self._inputs |= {"encoder_outputs": outputs, "attention_mask": given}
+            former = mask.long() if former is None or former.shape[1] == width else None
+            self._inputs |= {"encoder_outputs": outputs, "attention_mask": former}
             self._cross, self._is_changed = Cross(self._own, self._masks), False
         return self._inputs, self._cross
 
@@ -216,9 +218,9 @@ def held_layers(cache: Any) -> list[Any]:
 def with_tensors(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """An encoder's outputs with changed tensors: last states, their mean or their mask. Other fields are dropped."""
     outputs = outputs if isinstance(outputs, ModelOutput) else BaseModelOutput(outputs[0])
-    return type(outputs)(**{name: change(each) for name, each in outputs.items() if isinstance(each, Tensor)})
+    return type(outputs)(**{name: change(tensor) for name, tensor in outputs.items() if isinstance(tensor, Tensor)})
 
 
 def rows_of(outputs: Any, mask: Tensor | None, rows: Tensor) -> tuple[Any, Tensor | None]:
     """Some rows, int64 `[n]`, of the encoder's outputs and of the mask of its inputs."""
-    return with_tensors(outputs, lambda each: each[rows]), None if mask is None else mask[rows]
+    return with_tensors(outputs, lambda tensor: tensor[rows]), None if mask is None else mask[rows]

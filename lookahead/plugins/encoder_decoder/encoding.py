@@ -31,7 +31,7 @@ def encode(model: PreTrainedModel, inputs: Sequence[IntArray]) -> Encoded:
     ids, mask = np.zeros((2, len(inputs), max(map(len, inputs))), np.int64)
     for row, tokens in enumerate(inputs):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-    read, seen = (torch.from_numpy(each).to(input_device(model)) for each in (ids, mask))
+    read, seen = (torch.from_numpy(array).to(input_device(model)) for array in (ids, mask))
     with torch.inference_mode():
         outputs = seq2seq.get_encoder()(input_ids=read, attention_mask=seen, return_dict=True)
     return Encoded(outputs, seen, empty_cache(model))
@@ -56,7 +56,7 @@ def encode_heard(model: PreTrainedModel, encoded: Encoded, rows: Sequence[int], 
 def note_outputs(model: PreTrainedModel, outputs: Any) -> None:
     """Remember the form of a model's encoder outputs for probes, unless it is the one they guess."""
     kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
-    sizes = {name: tuple(each.shape[1:]) for name, each in with_tensors(outputs, lambda each: each).items()}
+    sizes = {name: tuple(tensor.shape[1:]) for name, tensor in with_tensors(outputs, lambda tensor: tensor).items()}
     sizes.pop("attention_mask", None)
     states = sizes["last_hidden_state"]
     if len(sizes) > 1 or len(states) != 2 or states[1] != _guessed_width(model):
@@ -84,8 +84,8 @@ def encode_probe(model: PreTrainedModel, tokens: Sequence[int], rows: int) -> En
     drawn = {}
     for name, size in sizes.items():
         size = (len(tokens), size[1]) if len(size) == 2 else size
-        each = torch.randn(1, *size, generator=source, device="cpu")
-        drawn[name] = each.to(input_device(model), model.dtype).repeat(rows, *(1 for _ in size))
+        numbers = torch.randn(1, *size, generator=source, device="cpu")
+        drawn[name] = numbers.to(input_device(model), model.dtype).repeat(rows, *(1 for _ in size))
     return Encoded(kind(**drawn), None, empty_cache(model))
 
 

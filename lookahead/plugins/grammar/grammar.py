@@ -59,14 +59,14 @@ class Grammar(PerRow):
         grammar: str | None = None,
         eos_token_id: int | Sequence[int] | None = None,
     ) -> None:
-        given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-        named = [name for name, each in given.items() if each is not None]
+        kinds = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+        named = [name for name, value in kinds.items() if value is not None]
         if len(named) != 1:
             raise ConfigError(f"pass one of json_schema, regex and grammar, got {' and '.join(named) or 'none'}")
         library = grammar_library()
         ends = _end_tokens(tokenizer, eos_token_id)
         tokens = _tokens_of(tokenizer, ends)
-        text = grammar_text(named[0], given[named[0]], tokens)
+        text = grammar_text(named[0], kinds[named[0]], tokens)
         self._start = library.LLMatcher(tokens, text, log_level=0)
         super().__init__(lambda: GrammarProcessor(self._start.deep_copy(), tokens, ends))
 
@@ -177,9 +177,9 @@ def _consume(matcher: Any, tokens: Any, token: int) -> bool:
     return is_allowed and bool(matcher.consume_token(token))
 
 
-def _end_tokens(tokenizer: PreTrainedTokenizerBase, given: int | Sequence[int] | None) -> list[int]:
+def _end_tokens(tokenizer: PreTrainedTokenizerBase, tokens: int | Sequence[int] | None) -> list[int]:
     """The end-of-sequence tokens; without one an output could not end where its grammar does."""
-    ends = end_tokens(tokenizer.eos_token_id if given is None else given)
+    ends = end_tokens(tokenizer.eos_token_id if tokens is None else tokens)
     if not ends or not all(isinstance(end, int) and 0 <= end < len(tokenizer) for end in ends):
         raise ConfigError(
             f"eos_token_id must be one or more tokens of the tokenizer for outputs that follow a grammar, 0 to "
@@ -197,13 +197,13 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Any:
     fast: Any = tokenizer
 
     with _making:
-        known, key = _known.setdefault(tokenizer, {}), (len(tokenizer), *ends)
-        if key not in known:
+        tries, key = _known.setdefault(tokenizer, {}), (len(tokenizer), *ends)
+        if key not in tries:
             try:
-                known[key] = from_tokenizer(fast, eos_token=list(ends))
+                tries[key] = from_tokenizer(fast, eos_token=list(ends))
             except Exception as error:
                 raise ConfigError(f"llguidance does not know this kind of tokenizer: {first_line(error)}") from error
-        return known[key]
+        return tries[key]
 
 
 def constrain(
@@ -262,8 +262,8 @@ class _Tree:
     def take_in(self, offer: Proposal) -> list[int]:
         """Add a proposal; returns the node of each of its nodes."""
         nodes = [0]
-        given = offer.tokens.tolist(), offer.parents.tolist(), offer.probabilities.tolist()
-        for token, parent, chance in list(zip(*given, strict=True))[1:]:
+        columns = offer.tokens.tolist(), offer.parents.tolist(), offer.probabilities.tolist()
+        for token, parent, chance in list(zip(*columns, strict=True))[1:]:
             nodes.append(self.child(nodes[parent], token, chance))
         return nodes
 
@@ -308,7 +308,7 @@ def _walk(tree: _Tree, constraint: Constraint, max_nodes: int, least: float) -> 
         for token in constraint.likely():
             is_forced.add(tree.child(node, token, _LIKELY))
         behind = [(child, reached * tree.chances[child]) for child in tree.children[node].values()]
-        stack += sorted((each for each in behind if each[1] >= least), key=lambda each: each[1])
+        stack += sorted((node for node in behind if node[1] >= least), key=lambda node: node[1])
     constraint.pop(depth)
     return is_cut, is_forced
 

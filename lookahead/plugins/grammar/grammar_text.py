@@ -23,7 +23,7 @@ def grammar_library() -> Any:
     return llguidance
 
 
-def grammar_text(kind: str, given: Any, tokens: Any = None, place: str = "") -> str:
+def grammar_text(kind: str, value: Any, tokens: Any = None, place: str = "") -> str:
     """A grammar of the kind `"json_schema"`, `"regex"` or `"grammar"` in llguidance's form.
 
     It must suit the `LLTokenizer` `tokens`, if there is one. `place` is what errors call it: the option and the file.
@@ -32,16 +32,16 @@ def grammar_text(kind: str, given: Any, tokens: Any = None, place: str = "") -> 
         ConfigError: It is not valid, or llguidance is not installed.
     """
     place, matcher = place or kind, grammar_library().LLMatcher
-    text = _as_text(matcher, kind, given, place)
+    text = _as_text(matcher, kind, value, place)
     is_wrong, messages = matcher.validate_grammar_with_warnings(text, tokens)
     if is_wrong:
         raise ConfigError(f"{place} is not valid: {' '.join(' '.join(messages).split())}")
     return text
 
 
-def _as_text(matcher: Any, kind: str, given: Any, place: str) -> str:
+def _as_text(matcher: Any, kind: str, value: Any, place: str) -> str:
     if kind == "json_schema":
-        schema = given.model_json_schema() if hasattr(given, "model_json_schema") else given
+        schema = value.model_json_schema() if hasattr(value, "model_json_schema") else value
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -53,6 +53,6 @@ def _as_text(matcher: Any, kind: str, given: Any, place: str) -> str:
             return str(matcher.grammar_from_json_schema(json.dumps(schema), _JSON_FORM))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{place} is not valid: {first_line(error)}") from error
-    if not isinstance(given, str):
-        raise ConfigError(f"{place} must be text, got {given!r:.60}")
-    return str(matcher.grammar_from_regex(given) if kind == "regex" else matcher.grammar_from_lark(given))
+    if not isinstance(value, str):
+        raise ConfigError(f"{place} must be text, got {value!r:.60}")
+    return str(matcher.grammar_from_regex(value) if kind == "regex" else matcher.grammar_from_lark(value))

@@ -32,9 +32,9 @@ def open_assistant(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
         "tokens": (own.vocab_size, len(head)),
         "kinds of layers": (sorted(set(own.layer_types)), sorted(kinds)),
     }
-    for what, (wanted, found) in sizes.items():
-        if wanted != found:
-            raise HeadsError(f"an assistant of another model: it reads {what} of {wanted}, and this model has {found}")
+    for what, (wanted, size) in sizes.items():
+        if wanted != size:
+            raise HeadsError(f"an assistant of another model: it reads {what} of {wanted}, and this model has {size}")
     return assistant.to(head.device).eval().requires_grad_(False)  # type: ignore[no-any-return]
 
 
@@ -67,12 +67,12 @@ class AssistantDrafter(GrowingDrafter):
         trees = []
         for at, row in enumerate(rows):  # as in the cache
             position = torch.tensor([[int(self._cache.slots.lengths[at])]], device=self._device)  # of the root
-            given = {"position_ids": position, "shared_kv_states": self._keys_of(at)}
+            inputs = {"position_ids": position, "shared_kv_states": self._keys_of(at)}
 
-            def run(level: int, tokens: Tensor, out: Tensor, parents: Tensor, given: Any = given) -> Tensor:
+            def run(level: int, tokens: Tensor, out: Tensor, parents: Tensor, inputs: Any = inputs) -> Tensor:
                 embedded: Any = self._model.get_input_embeddings()(tokens)
                 read = torch.cat((embedded, out[..., : embedded.shape[-1]]), -1)
-                said = self._heads(inputs_embeds=read, **given)
+                said = self._heads(inputs_embeds=read, **inputs)
                 return torch.cat((said.last_hidden_state, said.logits), -1)
 
             root = torch.tensor([[self._rows[row].root]], device=self._device)
@@ -83,8 +83,8 @@ class AssistantDrafter(GrowingDrafter):
         """Keys and values of the committed tokens of a row, `[1, heads, tokens, dim]`, by the kind of their layer."""
         config, length = self._model.config.get_text_config(), int(self._cache.slots.lengths[at])
         last = dict(zip(config.layer_types[: _layers_with_keys(config)], self._cache.layers, strict=False))
-        shown = {kind: [each[at : at + 1, :length] for each in (kv.keys, kv.values)] for kind, kv in last.items()}
-        return {kind: tuple(each.transpose(1, 2).to(self._device) for each in kv) for kind, kv in shown.items()}
+        shown = {kind: [states[at : at + 1, :length] for states in (kv.keys, kv.values)] for kind, kv in last.items()}
+        return {kind: tuple(states.transpose(1, 2).to(self._device) for states in kv) for kind, kv in shown.items()}
 
     def _guesses(self, out: Tensor, most: int) -> tuple[Tensor, Tensor]:
         return self._guess(out[..., self._heads.config.backbone_hidden_size :], most)

@@ -182,8 +182,8 @@ class GrowingDrafter(HeadDrafter):
         for level in range(depth):
             probs, tokens = self._guesses(out, WIDTH if level else root_width)
             ranks = torch.arange(tokens.shape[-1], device=out.device).expand_as(tokens)
-            found = tokens, nodes[..., None].expand_as(tokens), torch.full_like(tokens, level), ranks
-            packed = torch.stack([*(each.int() for each in found), probs.view(torch.int32)], -1)
+            columns = tokens, nodes[..., None].expand_as(tokens), torch.full_like(tokens, level), ranks
+            packed = torch.stack([*(column.int() for column in columns), probs.view(torch.int32)], -1)
             levels.append(packed.flatten(1, 2))
             best = (path_probs * probs).flatten(1).topk(min(width, probs[0].numel()))
             likeliest, before, now = float(best.values.max()), now, time.perf_counter()  # after synchronizing the GPU

@@ -220,8 +220,8 @@ def _check_base(config: Mapping[str, Any], model: PreTrainedModel, hidden: int, 
     whose = f"heads of another model ({config.get('base_model_name_or_path') or 'unnamed'}):"
     if hidden != (size := model.config.get_text_config().hidden_size):
         raise HeadsError(f"{whose} they read hidden states of {hidden}, and those of this model have {size}")
-    if vocab != (known := len(lm_head(model).weight)):
-        raise HeadsError(f"{whose} they know {vocab} tokens, and this model {known}")
+    if vocab != (count := len(lm_head(model).weight)):
+        raise HeadsError(f"{whose} they know {vocab} tokens, and this model {count}")
     fingerprint = config.get("fingerprint")  # published checkpoints have none
     if fingerprint is not None and fingerprint != (own := model_fingerprint(model)):
         raise HeadsError(f"{whose} its fingerprint is {fingerprint}, and that of this model {own}")

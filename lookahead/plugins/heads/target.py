@@ -61,8 +61,8 @@ def layer_config(model: PreTrainedModel) -> LlamaConfig:
     layer = base.per_layer_config[0] if getattr(base, "is_heterogeneous", False) else base
 
     def size(name: str) -> Any:
-        found = getattr(layer, name, None)
-        return found[0] if isinstance(found, (list, tuple)) else found
+        value = getattr(layer, name, None)
+        return value[0] if isinstance(value, (list, tuple)) else value
 
     if not size("num_attention_heads"):
         raise HeadsError(f"{type(model).__name__} has no attention, so it takes heads of Medusa alone")

@@ -66,12 +66,12 @@ def _record(line: str, place: str) -> Record:
         values: Any = parse_json(line)
     except ValueError as error:
         raise TrainingError(f"{place}: not valid JSON, and the data must be JSON lines: {error}") from error
-    known = {}
+    texts = {}
     if isinstance(values, dict):
-        known = {name: values[name] for name in ("prompt", "output", "text") if values.get(name) is not None}
-    if not {"prompt", "text"} & known.keys():
+        texts = {name: values[name] for name in ("prompt", "output", "text") if values.get(name) is not None}
+    if not {"prompt", "text"} & texts.keys():
         raise TrainingError(f"{place}: must be an object with 'prompt', 'prompt' and 'output', or 'text'")
-    for name, value in known.items():
+    for name, value in texts.items():
         if not isinstance(value, str) or not value:
             raise TrainingError(f"{place}: {name!r} must be a string that is not empty, got {value!r:.40}")
-    return Record(known.get("prompt"), known.get("output" if "prompt" in known else "text"))
+    return Record(texts.get("prompt"), texts.get("output" if "prompt" in texts else "text"))
