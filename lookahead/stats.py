@@ -156,7 +156,7 @@ class DecodingStats:
                 value = getattr(self, name)
                 if isinstance(value, dict):
                     ordered = sorted(value.items()) if name == "acceptance_histogram" else value.items()
-                    value = {str(key): round(each, digits) for key, each in ordered}
+                    value = {str(key): round(number, digits) for key, number in ordered}
                 shown[name] = round(value, digits) if isinstance(value, float) else value
         return shown | ({"fallback_reason": self.fallback_reason} if self.fallback_reason else {})
 
@@ -165,17 +165,17 @@ def total(rows: Iterable[DecodingStats]) -> DecodingStats:
     """Add up rows that were decoded together: counters are summed, seconds are the maximum."""
     result = DecodingStats()
     for row in rows:
-        for each in fields(DecodingStats):
-            mine, more = getattr(result, each.name), getattr(row, each.name)
-            if each.name in _SECONDS:
-                setattr(result, each.name, max(mine, more))
+        for one in fields(DecodingStats):
+            mine, more = getattr(result, one.name), getattr(row, one.name)
+            if one.name in _SECONDS:
+                setattr(result, one.name, max(mine, more))
             elif isinstance(mine, dict):
                 for key, value in more.items():
                     mine[key] += value
             elif isinstance(mine, str):
-                setattr(result, each.name, "several" if mine and more and mine != more else mine or more)
+                setattr(result, one.name, "several" if mine and more and mine != more else mine or more)
             else:
-                setattr(result, each.name, mine + more)
+                setattr(result, one.name, mine + more)
     return result
 
 

@@ -83,7 +83,7 @@ def unfit_reason(model: PreTrainedModel, module: nn.Module) -> str:
         RuntimeError: Out of memory.
     """
     is_single = model.dtype == torch.float32
-    own = [each for each in module.modules() if isinstance(each, QuantizedLinear)] if is_single else []
+    own = [part for part in module.modules() if isinstance(part, QuantizedLinear)] if is_single else []
     if not (layers := [*foreign_layers(module), *own]):
         return ""
     try:
@@ -152,7 +152,7 @@ def _fault_of(call: _LayerCall, *, is_single: bool, keeps_bits: bool) -> str:
         together = [call.output(rows[:count])[0].float() for count in (len(PROBES[0]), _MANY_ROWS)]
     except _NoRows:  # it takes one row
         return _DIFFERS
-    if any(bool((each - alone).norm() > most * alone.norm()) for each in together):
+    if any(bool((row - alone).norm() > most * alone.norm()) for row in together):
         return _DIFFERS
     if is_single and _rounds(call):
         return _ROUNDS

@@ -107,7 +107,7 @@ def _attend_apart(
     outs = list[Tensor]()
     for row, (queries, start) in enumerate(zip(query.split(packed.sizes, 2), packed.starts, strict=True)):
         end = start + queries.shape[2]
-        keys, values = (each[row : row + 1, :, :end] for each in (key, value))
+        keys, values = (states[row : row + 1, :, :end] for states in (key, value))
         outs.append(attend_alone(module, queries, keys, values, span=span, as_whole=packed.has_copies, **options))
     return torch.cat(outs, 1)
 
@@ -250,8 +250,8 @@ def span_of(module: Any, spans: Spans) -> AttentionSpan:
 
     They are cached within a `serving` block: a configuration lookup takes microseconds.
     """
-    if (known := spans.get(id(module))) is not None:
-        return known
+    if (former := spans.get(id(module))) is not None:
+        return former
     config: Any = getattr(module, "config", None)
     window: int | None = getattr(module, "sliding_window", None)
     if window is None and not hasattr(config, "layer_types"):

@@ -56,28 +56,28 @@ def groups_of(
         alike: How many of the first tokens that two texts share may be copied, by that number and their lengths.
     """
     groups, open_group = list[PromptGroup](), PromptGroup(0)
-    for at, (prompt, held) in enumerate(zip(prompts, cached, strict=True)):
+    for at, (prompt, tokens) in enumerate(zip(prompts, cached, strict=True)):
         source = -1
         if texts is not None:
             longer = partial(_longer, prompt, fewest=fewest, alike=alike)
-            source, held = longer([*texts, *prompts[: open_group.first]], 0, held)
+            source, tokens = longer([*texts, *prompts[: open_group.first]], 0, tokens)
             if open_group.copies:  # its beginnings are copied only once that group is read
-                inner = longer(prompts[open_group.first : at], len(texts) + open_group.first, held)
+                inner = longer(prompts[open_group.first : at], len(texts) + open_group.first, tokens)
                 if inner[0] >= 0:
                     groups.append(open_group)
-                    open_group, (source, held) = PromptGroup(at), inner
-        new = len(prompt) - held
+                    open_group, (source, tokens) = PromptGroup(at), inner
+        new = len(prompt) - tokens
         is_alone = not fewest <= new <= most
         if open_group.copies and (is_alone or open_group.tokens + new > most):
             groups.append(open_group)
             open_group = PromptGroup(at)
-        open_group.copies.append((source, held))
+        open_group.copies.append((source, tokens))
         open_group.tokens += most if is_alone else new
     return [*groups, open_group]
 
 
 def _longer(
-    prompt: IntArray, others: Sequence[IntArray], first: int, held: int, *, fewest: int, alike: Alike
+    prompt: IntArray, others: Sequence[IntArray], first: int, tokens: int, *, fewest: int, alike: Alike
 ) -> tuple[int, int]:
     """The text, numbered from `first`, that shares the longest beginning with a prompt, and its tokens.
 
@@ -87,7 +87,7 @@ def _longer(
         min(alike(shared_tokens(prompt, other), len(other), len(prompt)), len(prompt) - fewest) for other in others
     ]
     best = max(range(len(shared)), key=shared.__getitem__, default=-1)
-    return (first + best, shared[best]) if shared and shared[best] >= held + _FEWEST_SHARED else (-1, held)
+    return (first + best, shared[best]) if shared and shared[best] >= tokens + _FEWEST_SHARED else (-1, tokens)
 
 
 def shared_tokens(some: IntArray, others: IntArray) -> int:

@@ -52,8 +52,8 @@ class ReadPrompt:
 
     def kv(self) -> RowCopy:
         """Views of its keys and values, `[heads, tokens, dim]` each."""
-        held = ((at, layer) for at, layer in enumerate(self.cache.layers) if layer.is_initialized)
-        kv, origin = {at: _views(layer, self.tokens) for at, layer in held}, self.cache.slots.origins[0]
+        layers = ((at, layer) for at, layer in enumerate(self.cache.layers) if layer.is_initialized)
+        kv, origin = {at: _views(layer, self.tokens) for at, layer in layers}, self.cache.slots.origins[0]
         return RowCopy(kv, {}, self.tokens, origin)
 
     def copy_to(self, cache: TreeCache, row: int) -> Tensor:
@@ -89,20 +89,20 @@ class Prefix(NamedTuple):
 
 
 def _views(layer: Any, tokens: int) -> RowStates:
-    keys, values = (each[0, :tokens].transpose(0, 1) for each in (layer.keys, layer.values))
+    keys, values = (states[0, :tokens].transpose(0, 1) for states in (layer.keys, layer.values))
     return keys, values
 
 
-def _fill(cache: TreeCache, row: int, held: RowCopy, tokens: int) -> None:
-    last = max(held.kv, default=-1)
+def _fill(cache: TreeCache, row: int, copy: RowCopy, tokens: int) -> None:
+    last = max(copy.kv, default=-1)
 
     def states() -> Iterator[RowStates | None]:
         for at in range(last + 1):
-            pair = held.kv.get(at)
+            pair = copy.kv.get(at)
             yield None if pair is None else (pair[0][:, :tokens], pair[1][:, :tokens])
 
-    cache.copy_prefix_from(row, states(), tokens, held.origin)
-    for at, of_layer in held.states.items():
+    cache.copy_prefix_from(row, states(), tokens, copy.origin)
+    for at, of_layer in copy.states.items():
         cache.layers[at].committed[row] = dict(of_layer)
 
 
@@ -170,8 +170,8 @@ class PrefixStore:
         """The text of that salt with the longest common prefix; some tokens of the prompt are left to read."""
         with self._lock:
             shared = {
-                key: self._usable(tokens, ids, is_whole=bool(held.states))
-                for key, (tokens, held, _, owner) in self._texts.items()
+                key: self._usable(tokens, ids, is_whole=bool(copy.states))
+                for key, (tokens, copy, _, owner) in self._texts.items()
                 if owner == salt
             }
             best = max(shared, key=shared.__getitem__, default=None)
@@ -185,10 +185,10 @@ class PrefixStore:
         shared = self._alike(shared_tokens(text, ids), len(text), len(ids))
         return shared if not is_whole or shared == len(text) < len(ids) else 0
 
-    def put(self, ids: IntArray, held: RowCopy, salt: str = "") -> None:
+    def put(self, ids: IntArray, copy: RowCopy, salt: str = "") -> None:
         """Keep the KV of a text for prompts of that salt; it replaces their texts that are a prefix of it."""
-        nbytes = sum(each.nbytes for pair in held.kv.values() for each in pair)
-        nbytes += sum(each.nbytes for of_layer in held.states.values() for each in of_layer.values())
+        nbytes = sum(states.nbytes for pair in copy.kv.values() for states in pair)
+        nbytes += sum(state.nbytes for of_layer in copy.states.values() for state in of_layer.values())
         if len(ids) < _FEWEST_TOKENS or nbytes > self.most_bytes or not nbytes:
             return
         with self._lock:
@@ -199,7 +199,7 @@ class PrefixStore:
                 elif shared_tokens(tokens, ids) == len(ids):
                     return
             self.newest += 1
-            self._texts[self.newest] = ids, held, nbytes, salt
+            self._texts[self.newest] = ids, copy, nbytes, salt
         self.limit(self.most_bytes)
 
     def limit(self, most_bytes: int) -> None:

@@ -36,7 +36,7 @@ def identity(model: nn.Module) -> dict[str, Any]:
     floats = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     parameter = next(floats, next(model.parameters()))
     kinds = [module.kind for module in model.modules() if isinstance(module, QUANTIZED_LAYERS)]
-    shapes = ",".join([*(f"{name}{tuple(each.shape)}" for name, each in model.named_parameters()), *kinds])
+    shapes = ",".join([*(f"{name}{tuple(weight.shape)}" for name, weight in model.named_parameters()), *kinds])
     device = parameter.device
     on_gpu = device.type == "cuda"
     return {
@@ -51,10 +51,10 @@ def identity(model: nn.Module) -> dict[str, Any]:
 
 def cost_path(model: nn.Module, folder: Path | str | None = None) -> Path:
     """The file of a model's step costs in `folder`, by default in the platform's cache folder."""
-    known = identity(model)
-    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+    own = identity(model)
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:12]
     place = user_cache_path("lookahead", appauthor=False) / "costs" if folder is None else Path(folder)
-    return place / f"{known['model']}-{known['dtype']}-{digest}.json"
+    return place / f"{own['model']}-{own['dtype']}-{digest}.json"
 
 
 def load_costs(model: PreTrainedModel, folder: Path | str | None = None) -> bool:
@@ -120,22 +120,22 @@ def save_costs(model: PreTrainedModel, folder: Path | str | None = None) -> Path
     """
     path, costs = cost_path(model, folder), state_of(model).learned.cost.to_dict()
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = identity(model)
+    own = identity(model)
     with locked(path):
         merged = StepCost()
         with suppress(*_UNREADABLE):  # an unreadable file is replaced
-            merged.update(_read_costs(path, known))
+            merged.update(_read_costs(path, own))
         merged.update(costs)
-        content = {"version": _VERSION, "for": known, "costs": merged.to_dict()}
+        content = {"version": _VERSION, "for": own, "costs": merged.to_dict()}
         write_atomically(path, json.dumps(content, indent=1) + "\n")
     return path
 
 
-def _read_costs(path: Path, known: dict[str, Any]) -> Any:
+def _read_costs(path: Path, own: dict[str, Any]) -> Any:
     """The costs in a file; FileNotFoundError also for a file of an older release, other `_UNREADABLE` if malformed."""
     content = read_json(path)
     if isinstance(content, dict) and content.get("version") in range(1, _VERSION):
         raise FileNotFoundError(path)
-    if not isinstance(content, dict) or (content.get("version"), content.get("for")) != (_VERSION, known):
+    if not isinstance(content, dict) or (content.get("version"), content.get("for")) != (_VERSION, own):
         raise ConfigError("it is not of this version or for this model")
     return content["costs"]

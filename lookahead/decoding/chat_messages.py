@@ -37,7 +37,9 @@ def text_messages(
     ]
     if not any(text is not None for text in texts):
         return messages
-    joined = [each if text is None else {**each, "content": text} for each, text in zip(messages, texts, strict=True)]
+    joined = [
+        message if text is None else {**message, "content": text} for message, text in zip(messages, texts, strict=True)
+    ]
     try:
         shown = str(tokenizer.apply_chat_template(joined, tokenize=False, **template_kwargs))
     except Exception:  # a template may raise anything, and raises again if it does not take parts
@@ -58,11 +60,11 @@ def _text_of(part: Any, where: str) -> str:
     return text
 
 
-def template_options(given: Any) -> dict[str, Any]:
+def template_options(kwargs: Any) -> dict[str, Any]:
     """The `chat_template_kwargs` of a call; ConfigError if they are not a mapping, or set the form of the result."""
-    if not isinstance(given, Mapping | None):
-        raise ConfigError(f"chat_template_kwargs must be a dict or None, got {given!r}")
-    options = dict(given or {})
+    if not isinstance(kwargs, Mapping | None):
+        raise ConfigError(f"chat_template_kwargs must be a dict or None, got {kwargs!r}")
+    options = dict(kwargs or {})
     names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
     if refused := (names - _OF_TEMPLATE) & options.keys():
         raise ConfigError(f"chat_template_kwargs cannot set {', '.join(sorted(refused))}")

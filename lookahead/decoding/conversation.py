@@ -160,8 +160,8 @@ class Conversation:
     def _has_other_cache(self) -> bool:
         """Whether options ask for another way to keep keys and values than the cache of this conversation."""
         usual = {"num_beams": 1, "cache_implementation": None, "use_cache": True}
-        given = self._model, self._options.get("generation_config"), self._options
-        return any(resolved(*given, name) not in (None, value) for name, value in usual.items())
+        call = self._model, self._options.get("generation_config"), self._options
+        return any(resolved(*call, name) not in (None, value) for name, value in usual.items())
 
     def _set_history(self, messages: Sequence[Message]) -> None:
         self._end_answer()
@@ -190,7 +190,7 @@ class Conversation:
         if plan.stamp.number != self._stamp:  # keys and values of other weights
             self._cache, self._held = DynamicCache(config=self._model.config), []
         self._stamp = plan.stamp.number
-        is_same = [held == wanted for held, wanted in zip(self._held, ids[:-1], strict=False)]
+        is_same = [token == wanted for token, wanted in zip(self._held, ids[:-1], strict=False)]
         shared = is_same.index(False) if False in is_same else len(is_same)
         is_whole = tokens_in(self._cache) == len(self._held)
         is_cut, layers = shared < len(self._held), self._cache.layers

@@ -104,9 +104,9 @@ def package_facts() -> Facts:
                 if is_asked and (version is None or not requirement.specifier.contains(version, prereleases=True)):
                     lacks.append(str(requirement).partition(";")[0])
     packages = (_PACKAGE, "torch", "transformers", "numba", "triton")
-    found = {name: version for name in packages if (version := _installed(name)) is not None}
+    versions = {name: version for name in packages if (version := _installed(name)) is not None}
     return {
-        "versions": {"python": platform.python_version(), **found},
+        "versions": {"python": platform.python_version(), **versions},
         "missing_extras": {extra: lacks for extra, lacks in lacking.items() if lacks},
         "missing_names": list(missing_names()),
     }
@@ -138,8 +138,8 @@ def cache_facts() -> dict[str, Facts]:
 
 def _is_writable(folder: Path) -> bool:
     """Whether files can be created in a folder, which may have to be created first."""
-    found = next(each for each in (folder, *folder.parents) if each.exists())
-    return found.is_dir() and os.access(found, os.W_OK)
+    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return place.is_dir() and os.access(place, os.W_OK)
 
 
 def model_facts(loaded: LoadedModel) -> Facts:
@@ -205,11 +205,11 @@ def _speed(loaded: LoadedModel) -> Facts:
 
 def faults(facts: Facts) -> list[str]:
     """The faults: missing private names, and tokens in float32 that differ from `model.generate`."""
-    found = []
+    problems = []
     if names := facts["missing_names"]:
-        found.append(f"nothing is drafted, as torch or transformers lack {', '.join(names)}")
+        problems.append(f"nothing is drafted, as torch or transformers lack {', '.join(names)}")
     model = facts.get("model")
     speed = None if model is None or model["dtype"] != "float32" else model["speed"]
     if speed is not None and speed["same_tokens"] < speed["prompts"]:
-        found.append("the tokens differ from model.generate in float32: please report it")
-    return found
+        problems.append("the tokens differ from model.generate in float32: please report it")
+    return problems

@@ -108,22 +108,22 @@ class Generate:
         prediction = kwargs.pop("lookahead_prediction", None) if kwargs.get("custom_generate") is None else None
         switches = self.switches[:]  # another thread may turn one off meanwhile
         # The inputs and the configuration may be positional. An assistant's drafts need transformers' loop.
-        given = args[1] if len(args) == 2 else kwargs.get("generation_config")
+        own_config = args[1] if len(args) == 2 else kwargs.get("generation_config")
         is_own = any(kwargs.get(name) is not None for name in ("custom_generate", "assistant_model"))
-        if not switches or is_own or len(args) > 2 or getattr(given, "is_assistant", False):
+        if not switches or is_own or len(args) > 2 or getattr(own_config, "is_assistant", False):
             return self.original(*args, **kwargs)
         streamer: _CountingStreamer | None = None
         try:
             if kwargs.get("adapter_names") is not None:
                 # PEFT does not remove its hooks after an error.
                 raise UnsupportedModelError("adapter_names gives every row its own")
-            if resolved(self.model, given, kwargs, "token_healing"):
+            if resolved(self.model, own_config, kwargs, "token_healing"):
                 raise UnsupportedModelError("token_healing is not served")
-            served = {name: each for name, each in kwargs.items() if name != "generation_config" or len(args) == 2}
+            served = {name: value for name, value in kwargs.items() if name != "generation_config" or len(args) == 2}
             tokenizer = served.pop("tokenizer", None)
             if served.pop("streamer", None) is not None:
                 streamer = _CountingStreamer(kwargs["streamer"])
-            generation_config, served = serve_stop_strings(self.model, tokenizer, given, served)
+            generation_config, served = serve_stop_strings(self.model, tokenizer, own_config, served)
             config = switches[-1].config
             ours = {"lookahead_config": config, "lookahead_tokenizer": tokenizer}
             ours["lookahead_prediction"] = prediction

@@ -23,60 +23,62 @@ Predictions: TypeAlias = "Prediction | Sequence[Prediction] | Sequence[Predictio
 
 
 def read_predictions(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, given: Any, prompts: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, predictions: Any, prompts: int
 ) -> list[tuple[IntArray, ...]]:
     """The token ids of the predictions of every prompt, int32 `[tokens]` each; empty ones are left out.
 
     Args:
         model: The model that generates.
         tokenizer: Encodes text without special tokens; None if all predictions are token ids.
-        given: `Predictions`.
+        predictions: `Predictions`.
         prompts: Number of prompts.
 
     Raises:
         PromptError: There is not one entry for each prompt, or an entry is neither text nor token ids.
     """
-    is_entry = isinstance(given, list | tuple) and len(given) == 1 and not _is_id(given[0])
+    is_entry = isinstance(predictions, list | tuple) and len(predictions) == 1 and not _is_id(predictions[0])
     if prompts == 1 and not is_entry:
-        return [read_prediction(model, tokenizer, given, "prediction")]
-    if given is None:
+        return [read_prediction(model, tokenizer, predictions, "prediction")]
+    if predictions is None:
         return [()] * prompts
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence | Tensor | np.ndarray):
+    if isinstance(predictions, str | Mapping) or not isinstance(predictions, Sequence | Tensor | np.ndarray):
         raise PromptError(
-            f"prediction must be a list with an entry for each of the {prompts} prompts, got {_got(given)}"
+            f"prediction must be a list with an entry for each of the {prompts} prompts, got {_got(predictions)}"
         )
-    if len(given) != prompts:
-        raise PromptError(f"prediction must have an entry for each of the {prompts} prompts, got {len(given)}")
-    return [read_prediction(model, tokenizer, each, f"prediction {i}") for i, each in enumerate(given)]
+    if len(predictions) != prompts:
+        raise PromptError(f"prediction must have an entry for each of the {prompts} prompts, got {len(predictions)}")
+    return [
+        read_prediction(model, tokenizer, prediction, f"prediction {i}") for i, prediction in enumerate(predictions)
+    ]
 
 
 def read_prediction(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, given: Any, name: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prediction: Any, name: str
 ) -> tuple[IntArray, ...]:
     """The token ids of the predictions of one prompt: none, one, or several; errors call them `name`."""
-    if given is None:
+    if prediction is None:
         return ()
-    is_several = isinstance(given, list | tuple) and not (given and _is_id(given[0]))
-    texts = [_ids(model, tokenizer, each, name) for each in (given if is_several else [given])]
+    is_several = isinstance(prediction, list | tuple) and not (prediction and _is_id(prediction[0]))
+    texts = [_ids(model, tokenizer, text, name) for text in (prediction if is_several else [prediction])]
     return tuple(ids for ids in texts if len(ids))
 
 
-def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, given: Any, name: str) -> IntArray:
-    if isinstance(given, str):
+def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, text: Any, name: str) -> IntArray:
+    if isinstance(text, str):
         if tokenizer is None:
             raise PromptError(f"{name} is text: pass the tokenizer too, or its token ids")
         try:
-            given.encode()
+            text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(f"{name} must be text, got half of a surrogate pair as character {error.start}") from None
-        given = tokenizer(**{kind_of(model).text: given}, add_special_tokens=False, verbose=False)["input_ids"]
-    if isinstance(given, Tensor):
-        given = np.asarray(given.tolist())
-    if isinstance(given, list | tuple | range) and not all(map(_is_id, given)):
-        raise PromptError(f"{name} must be text or token ids, got {_got(given)}")
-    if not isinstance(given, list | tuple | range | np.ndarray):
-        raise PromptError(f"{name} must be text or token ids, got {_got(given)}")
-    ids = np.asarray(given) if np.size(given) else np.zeros(0, np.int64)
+        text = tokenizer(**{kind_of(model).text: text}, add_special_tokens=False, verbose=False)["input_ids"]
+    if isinstance(text, Tensor):
+        text = np.asarray(text.tolist())
+    if isinstance(text, list | tuple | range) and not all(map(_is_id, text)):
+        raise PromptError(f"{name} must be text or token ids, got {_got(text)}")
+    if not isinstance(text, list | tuple | range | np.ndarray):
+        raise PromptError(f"{name} must be text or token ids, got {_got(text)}")
+    ids = np.asarray(text) if np.size(text) else np.zeros(0, np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         shape = "x".join(map(str, ids.shape))
         raise PromptError(f"{name} must be whole numbers [tokens], got {ids.dtype} [{shape}]")

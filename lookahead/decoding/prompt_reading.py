@@ -55,9 +55,9 @@ class PromptReading:
 
     def __init__(self, call: ResolvedCall, lengths: NDArray[np.int64], *, keeps_cache: bool) -> None:
         self._call, self._model, self._lengths = call, call.model, lengths
-        given, self.seconds = cache_in(call.model_kwargs), 0.0
-        self._keeps = isinstance(given, DynamicCache) and (keeps_cache or tokens_in(given) > 0)
-        self._given: DynamicCache | None = given if self._keeps else None
+        past, self.seconds = cache_in(call.model_kwargs), 0.0
+        self._keeps = isinstance(past, DynamicCache) and (keeps_cache or tokens_in(past) > 0)
+        self._given: DynamicCache | None = past if self._keeps else None
 
     @cached_property
     def _prompt(self) -> _Prompt:
@@ -105,10 +105,10 @@ class PromptReading:
             ropes: Position embeddings that change beyond a length: kind, limit.
             new: Tokens that may follow.
         """
-        names = ", ".join(sorted(name for name, each in self._call.model_kwargs.items() if each is not None))
+        names = ", ".join(sorted(name for name, value in self._call.model_kwargs.items() if value is not None))
         name = f"{shape} behind {names}, a batch: {len(self._lengths) > 1}, padded: {bool(np.ptp(self._lengths))}"
         try:
-            held = deepcopy(self._given.layers) if self._given is not None else []
+            layers = deepcopy(self._given.layers) if self._given is not None else []
         except RuntimeError:  # torch does not copy tensors that are part of a graph
             return "its cache keeps what gradients are computed of"
         try:
@@ -120,7 +120,7 @@ class PromptReading:
         _ = self._prompt if not reason else None
         reason = reason or self._unlike_text() or self._outgrown(ropes, new)
         if reason and self._given is not None:
-            self._given.layers = held  # transformers reads the prompts again
+            self._given.layers = layers  # transformers reads the prompts again
         return reason
 
     def _unlike_text(self) -> str:
@@ -160,8 +160,8 @@ class PromptReading:
 
     def _difference(self, shape: Shape) -> str:
         """How the model's passes over one token differ from the backend's, or an empty string."""
-        for name, each in self._steps[0].items():
-            if name not in _OF_STEP and each is not None and self._reads(name):
+        for name, value in self._steps[0].items():
+            if name not in _OF_STEP and value is not None and self._reads(name):
                 return f"the model input {name!r} is of later tokens too"
         return "" if self._agrees(shape) else "its passes after them differ from ours"
 
@@ -174,7 +174,7 @@ class PromptReading:
     def _reads(self, name: str) -> bool:
         """Whether the model's pass over one token depends on an input, bit for bit."""
         inputs, past = self._steps[0], self._prompt.past
-        value, without = inputs[name], {key: each for key, each in inputs.items() if key != name}
+        value, without = inputs[name], {key: other for key, other in inputs.items() if key != name}
         others = [without]
         if isinstance(value, Tensor):
             others += [{**inputs, name: make(value)} for make in (torch.zeros_like, torch.ones_like)]
@@ -201,7 +201,9 @@ class PromptReading:
                 backend.cache.commit(row, np.zeros(1, np.int32))
             logits = backend.score(trees)
             pairs = [
-                (logits[row, node], each[row]) for row in range(rows) for node, each in zip((0, -1), own, strict=True)
+                (logits[row, node], scores[row])
+                for row in range(rows)
+                for node, scores in zip((0, -1), own, strict=True)
             ]
             return all(agree(model, ours, theirs) for ours, theirs in pairs)
 
@@ -214,9 +216,9 @@ def placeholders_of(model: PreTrainedModel, input_ids: Tensor) -> list[int]:
     parts = [config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))]
     named = [item for part in parts if part is not text_config for item in vars(part).items()]
     return unknown + [
-        each
-        for name, each in named
-        if name.endswith(("token_id", "token_index")) and name not in _OF_TEXT and isinstance(each, int)
+        token
+        for name, token in named
+        if name.endswith(("token_id", "token_index")) and name not in _OF_TEXT and isinstance(token, int)
     ]
 
 

@@ -55,8 +55,8 @@ class SessionFile:
     def write(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Write the messages; SessionError, with the file untouched, if it is not a session or was changed."""
         with _one_error(self.path), locked(self.path):
-            held = self._messages()
-            if self._is_followed and held != self._seen:
+            chat = self._messages()
+            if self._is_followed and chat != self._seen:
                 raise SessionError(f"{self.path} was changed by another process; save this conversation elsewhere")
             write_atomically(self.path, _text_of(messages) + "\n")
             self._seen = list(messages)

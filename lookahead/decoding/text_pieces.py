@@ -74,12 +74,12 @@ class TextPieces:
 
     def _shorten(self, text: str) -> None:
         """Drop tokens of the window if the rest decodes to the same end of its text."""
-        window, held = self._window, len(text) - self._shown
+        window, unshown = self._window, len(text) - self._shown
         shorter = [window[-length:] for length in range(_CONTEXT, _CONTEXT + 4)]  # some start inside a character
         for tokens in [*shorter, window[:_CONTEXT] + window[-_CONTEXT:]]:  # the newest may have no text
             short = self._decode(tokens)
             if short == text or (self._shown and short.endswith(text[self._shown - 1 :])):
-                self._window, self._shown = tokens, len(short) - held
+                self._window, self._shown = tokens, len(short) - unshown
                 return
 
     def _cleaned(self, piece: str) -> str:

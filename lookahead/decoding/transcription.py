@@ -113,8 +113,8 @@ def subtitles(segments: Sequence[Segment], kind: Literal["srt", "vtt"]) -> str:
     """Segments as a file of subtitles."""
     point = "," if kind == "srt" else "."
     blocks = [
-        f"{i}\n{_clock(each.start, point)} --> {_clock(each.end, point)}\n{each.text}\n"
-        for i, each in enumerate(segments, start=1)
+        f"{i}\n{_clock(segment.start, point)} --> {_clock(segment.end, point)}\n{segment.text}\n"
+        for i, segment in enumerate(segments, start=1)
     ]
     return ("" if kind == "srt" else "WEBVTT\n\n") + "\n".join(blocks)
 

@@ -84,8 +84,8 @@ def check_words(text: str, where: str = "") -> None:
     if not text.strip():
         raise DocumentError(f"{where}the document is empty")
     if not any(map(str.isalnum, text)):
-        held = count(len(text.strip()), "character")
-        raise DocumentError(f"{where}the document holds {held} and no letter or digit")
+        size = count(len(text.strip()), "character")
+        raise DocumentError(f"{where}the document holds {size} and no letter or digit")
 
 
 def checked(text: str, place: str) -> str:

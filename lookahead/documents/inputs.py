@@ -186,36 +186,36 @@ def _expand_url(url: str, on_skip: Skip) -> list[str]:
     if url.lower().startswith(("http://", "https://")):
         return [url]  # HTTP has neither folders nor patterns, and a `?` begins a query
     if glob.has_magic(path):
-        found = ask(url, lambda: sorted(name for name in system.glob(path) if not system.isdir(name)))
-        if not found:
+        names = ask(url, lambda: sorted(name for name in system.glob(path) if not system.isdir(name)))
+        if not names:
             raise DocumentError(f"{url}: no file matches this pattern")
-        return [system.unstrip_protocol(name) for name in found]
+        return [system.unstrip_protocol(name) for name in names]
     if not ask(url, lambda: system.isdir(path)):
         return [url]  # if it does not exist, reading it fails
-    found = ask(url, lambda: sorted(system.find(path)))
-    return _documents_of(url, [system.unstrip_protocol(name) for name in found], (), on_skip)
+    names = ask(url, lambda: sorted(system.find(path)))
+    return _documents_of(url, [system.unstrip_protocol(name) for name in names], (), on_skip)
 
 
 def _documents_of(folder: str, names: Sequence[str], without: Collection[str], on_skip: Skip) -> list[str]:
     """The files of a folder that hold documents, without the files that a job wrote there."""
     jobs = {name.removesuffix(_MANIFEST) for name in names if name.endswith(_MANIFEST)}
     of_jobs = {f"{results}{suffix}" for results in jobs for suffix in _OF_JOBS}
-    known = []
+    documents = []
     for name in names:
         is_hidden = name.rsplit("/", 1)[-1].startswith(".")
         if is_hidden or name in of_jobs or (without and os.path.realpath(name) in without):
             continue
         if _suffix(name) in SUFFIXES:
-            known.append(name)
+            documents.append(name)
         else:
             suffix = os.path.splitext(name)[1]
             on_skip(f"{name}: files {f'with suffix {suffix}' if suffix else 'without a suffix'} are not read")
-    if not known:
+    if not documents:
         raise DocumentError(
             f"{folder}: no file to read in this folder; known suffixes are {' '.join(SUFFIXES)}, and files "
             "written by a job are left out"
         )
-    return known
+    return documents
 
 
 def _suffix(path: str) -> str:

@@ -250,13 +250,13 @@ def _document(place: str, source: Input, field: str, record: Any, limit: int) ->
     try:
         if not isinstance(record, dict):
             raise DocumentError(f"{place}: expected a JSON object, got {type(record).__name__}")
-        given = record.get(source.id_field or DEFAULT_ID_FIELD)
-        if is_id := isinstance(given, str | int) and not isinstance(given, bool) and given != "":
-            name = given
+        value = record.get(source.id_field or DEFAULT_ID_FIELD)
+        if is_id := isinstance(value, str | int) and not isinstance(value, bool) and value != "":
+            name = value
         _check_names(source, field, record, place)
         if source.id_field is not None and not is_id:
-            held = "an empty string" if given == "" else type(given).__name__
-            raise DocumentError(f"{place}: field {source.id_field!r} must be a string or a whole number, got {held}")
+            kind = "an empty string" if value == "" else type(value).__name__
+            raise DocumentError(f"{place}: field {source.id_field!r} must be a string or a whole number, got {kind}")
         text, where = record[field], f"{place}: {'field' if source.format == 'jsonl' else 'column'} {field!r}"
         if isinstance(text, UnicodeDecodeError):
             raise DocumentError(f"{where} is not UTF-8 text: {text.reason} at byte {text.start}")
@@ -266,8 +266,8 @@ def _document(place: str, source: Input, field: str, record: Any, limit: int) ->
             raise DocumentError(too_long(place, limit))
         prediction = None if source.prediction_field is None else record[source.prediction_field]
         if not isinstance(prediction, str | None):
-            held = f"a string or nothing, got {type(prediction).__name__}"
-            raise DocumentError(f"{place}: field {source.prediction_field!r} must hold {held}")
+            kind = f"a string or nothing, got {type(prediction).__name__}"
+            raise DocumentError(f"{place}: field {source.prediction_field!r} must hold {kind}")
         if prediction is not None:  # no character is refused: a prediction cannot change the output
             prediction = prediction.encode("utf-8", "replace").decode()
         return Document(name, checked(text, place), prediction)

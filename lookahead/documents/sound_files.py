@@ -28,7 +28,7 @@ def find_sounds(arguments: Sequence[str]) -> list[Path]:
         path = Path(os.path.expanduser(argument))
         sounds = [path]
         if path.is_dir():
-            sounds = sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file())
+            sounds = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
             if not sounds:
                 raise DocumentError(f"{argument}: no sound in this folder; known suffixes are {' '.join(SUFFIXES)}")
         elif not path.is_file():

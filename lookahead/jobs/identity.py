@@ -119,7 +119,7 @@ class JobIdentity:
 
     def to_dict(self) -> dict[str, Any]:
         """The identity as the JSON-ready dict of the manifest."""
-        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "options"}
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "options"}
         return {**named, **self.options}
 
     def differences(self, other: Mapping[str, Any]) -> str:

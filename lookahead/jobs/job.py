@@ -150,10 +150,10 @@ class _Run:
         """Write the line of a failed document, and of the documents with the same text, which would fail too."""
         content = text_hash(reject.document.text) if reject.document else None
         twins = self._twins.pop(content, []) if content else []
-        for each in (reject, *(Reject(name, reject.error) for name in twins)):
-            self._writer.reject(each, content)
+        for twin in (reject, *(Reject(name, reject.error) for name in twins)):
+            self._writer.reject(twin, content)
             self._totals.rejected += 1
-            self._observer(each, self._totals)
+            self._observer(twin, self._totals)
 
     def _copy(self, line: Line, name: DocumentId, content: bytes) -> None:
         self._writer.append(line.copied(name), content)

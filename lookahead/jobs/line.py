@@ -100,9 +100,9 @@ class Line:
                 "belongs to a file of rejects" if "error" in record else f"has neither summary nor stats, but {names}"
             )
             raise ValueError(what)
-        known = _FIELDS[is_reject]
-        values = {name: _value_in(record, name, is_reject, leaves_gaps) for name in known}
-        line = cls(**values, others={name: value for name, value in record.items() if name not in known})
+        own = _FIELDS[is_reject]
+        values = {name: _value_in(record, name, is_reject, leaves_gaps) for name in own}
+        line = cls(**values, others={name: value for name, value in record.items() if name not in own})
         if job not in (None, line.fingerprint):
             raise ValueError(f"belongs to job {line.fingerprint}, not to {job}")
         return line

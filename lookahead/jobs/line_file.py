@@ -103,10 +103,10 @@ class LineFile(ExitStack):
         """
         if self._file is None or self._is_released:
             return
-        held, is_there = os.fstat(self._file.fileno()), False
+        status, is_there = os.fstat(self._file.fileno()), False
         with suppress(FileNotFoundError, NotADirectoryError):
-            is_there = os.path.samestat(os.stat(self.path), held)
-        if (is_there and held.st_size == self.whole[0]) or not stat.S_ISREG(held.st_mode):
+            is_there = os.path.samestat(os.stat(self.path), status)
+        if (is_there and status.st_size == self.whole[0]) or not stat.S_ISREG(status.st_mode):
             return
         self._is_released = True
         raise self._repair(self._file, line) if is_there else ResultsError(self._recover(self._file, line))
@@ -136,8 +136,8 @@ class LineFile(ExitStack):
             places[line.key].append((offset, size, is_outdated(line)))
         keys = [*order]
         named = [places[key].popleft() for key in keys if places.get(key)]
-        known = {*keys}
-        others = sorted((place, key in known) for key, rest in places.items() for place in rest)
+        names = {*keys}
+        others = sorted((place, key in names) for key, rest in places.items() for place in rest)
         kept = named + [place for place, _ in others if not place[2]]
         doubled = sum(is_known and place[2] for place, is_known in others)
         if len(kept) < number or any(after[0] < before[0] for before, after in pairwise(kept)):
@@ -286,7 +286,7 @@ def write_parquet(lines: Path, path: Path) -> None:
     read = partial(read_entries, lines, Line.from_json)
     ids = [name for name, column in columns.items() if column == "id"]
     named = (getattr(entry.line, name) for entry in read() for name in ids)
-    are_numbers = all(isinstance(each, int) and -(1 << 63) <= each < 1 << 63 for each in named if each is not None)
+    are_numbers = all(isinstance(value, int) and -(1 << 63) <= value < 1 << 63 for value in named if value is not None)
     columns |= dict.fromkeys(ids, "int64" if are_numbers else "string")
     types = {name: getattr(arrow, "string" if column == "json" else column)() for name, column in columns.items()}
     schema = arrow.schema(list(types.items()))

@@ -149,7 +149,7 @@ class WorkerPool:
         error: Exception | None = None
         while True:
             free = [worker for worker in self._workers if worker.in_flight < worker.capacity]
-            worker = min(free, key=lambda each: each.in_flight, default=None)
+            worker = min(free, key=lambda worker: worker.in_flight, default=None)
             document, deaths = None, 0
             if worker and self._retries and (self._retries[0][1] < TRIES - 1 or not (is_open or worker.in_flight)):
                 document, deaths = self._retries.pop(0)
@@ -181,11 +181,11 @@ class WorkerPool:
         done, _ = self._ray.wait(calls, num_returns=1 if waits else len(calls), timeout=_CHECK_S if waits else 0)
         if waits and not done:
             self._check_cluster()
-        for each in done:
-            call = self._calls.pop(each)
+        for reference in done:
+            call = self._calls.pop(reference)
             call.worker.in_flight -= call.size
             try:
-                answer = self._ray.get(each)
+                answer = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
                 yield from self._fail(call, first_line(error))
                 continue
@@ -234,7 +234,7 @@ class WorkerPool:
             if self._failed_starts < FAILED_STARTS:
                 self._add()
         if (document := call.document) is not None and call.deaths + 1 < TRIES:
-            insort(self._retries, (document, call.deaths + 1), key=lambda each: each[1])
+            insort(self._retries, (document, call.deaths + 1), key=lambda retry: retry[1])
         elif document is not None:
             error = f"{document.id}: {TRIES} workers died while they summarized it: {reason}"
             yield Reject(document.id, error, document)

@@ -89,13 +89,13 @@ def load_weights(config: Any, location: Any, model_class: Any = None, **options:
         raise UnsupportedModelError(f"the checkpoint does not fit its configuration: {problem}") from error
     unexpected = {*info["unexpected_keys"]} - {*_unused_by_design(model, info["unexpected_keys"], is_quantized)}
     mismatched = [
-        f"{name} is {tuple(found)} instead of {tuple(expected)}" for name, found, expected in info["mismatched_keys"]
+        f"{name} is {tuple(shape)} instead of {tuple(expected)}" for name, shape, expected in info["mismatched_keys"]
     ]
     faults = [
         *fault("lacks", info["missing_keys"]),
         *fault(OTHER_SHAPES, mismatched),
         *fault("has, beyond the model,", unexpected),
-        *(str(each) for each in info["error_msgs"]),
+        *(str(message) for message in info["error_msgs"]),
     ]
     check_fit(model, faults)
     loaded: PreTrainedModel = model

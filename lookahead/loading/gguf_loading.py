@@ -110,15 +110,15 @@ class _Reading:
         except ValueError:
             made = {"tensors": dict[str, Tensor]()}
             values = dequantize(numbers.reshape(*tensor.shape[:-1], -1), GGMLQuantizationType[tensor.kind])
-            found = self._processor.process(
+            result = self._processor.process(
                 values.reshape(tensor.shape),
                 name=tensor.name,
                 tensor_key_mapping={tensor.name: tensor.place},
                 parsed_parameters=made,
             )
-            if found.name is not None:
-                made["tensors"][tensor.place] = torch.tensor(found.weights)
-            return {place: each.to(stored).to(dtype) for place, each in made["tensors"].items()}
+            if result.name is not None:
+                made["tensors"][tensor.place] = torch.tensor(result.weights)
+            return {place: weight.to(stored).to(dtype) for place, weight in made["tensors"].items()}
         parameter = torch.empty(tensor.shape, dtype=dtype)
         _fill(numbers.reshape(len(order), -1), tensor.kind, order, stored, parameter)
         return {tensor.place: parameter}

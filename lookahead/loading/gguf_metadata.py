@@ -83,7 +83,7 @@ def _problem_of_value(key: str, value: Any, most: int) -> Iterator[str]:
 def _problems_of_tensors(architecture: str, values: dict[str, Any], shapes: dict[str, list[int]]) -> Iterator[str]:
     """Contradictions between the metadata and the shapes of tensors, innermost dimension first."""
     predicting = values.get(f"{architecture}.nextn_predict_layers")
-    blocks = 1 + max((int(found.group(1)) for name in shapes if (found := _BLOCK.match(name))), default=-1)
+    blocks = 1 + max((int(match.group(1)) for name in shapes if (match := _BLOCK.match(name))), default=-1)
     stated = values.get(f"{architecture}.block_count", blocks)
     if blocks > 0 and not stated - (predicting if type(predicting) is int else 0) <= blocks <= stated:
         yield f"{architecture}.block_count must be {blocks}, the number of blocks among its tensors, got {stated}"

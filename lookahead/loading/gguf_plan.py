@@ -73,8 +73,8 @@ class PlacedTensor(NamedTuple):
     @property
     def experts_part(self) -> str:
         """The part of experts that it is, one of `quantized_experts.PARTS`; empty for other tensors."""
-        found = _EXPERTS.fullmatch(self.name)
-        return found[1] if found and len(self.shape) == 3 else ""
+        match = _EXPERTS.fullmatch(self.name)
+        return match[1] if match and len(self.shape) == 3 else ""
 
     @property
     def shape_of_place(self) -> tuple[int, ...]:
@@ -142,9 +142,9 @@ def has_plan(folder: str | Path) -> bool:
 
 
 def _read(folder: Path) -> Plan:
-    held = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-    tensors = [PlacedTensor(*each)._replace(shape=tuple(each[3])) for each in held["tensors"]]
-    return Plan(held["architecture"], held["reason"], tensors, dict(held["layers"]))
+    plan = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    tensors = [PlacedTensor(*tensor)._replace(shape=tuple(tensor[3])) for tensor in plan["tensors"]]
+    return Plan(plan["architecture"], plan["reason"], tensors, dict(plan["layers"]))
 
 
 def _describe(file: Path, announce: Callable[[str], None] | None, folder: Path) -> None:
@@ -218,10 +218,10 @@ def _other_shapes(shapes: dict[str, tuple[int, ...]], parameters: dict[str, Any]
     transformers may transpose a matrix, or add a dimension to a tensor.
     """
     return [
-        f"{name} is {found} instead of {tuple(parameters[name].shape)}"
-        for name, found in shapes.items()
-        if name in parameters and len(found) == parameters[name].dim() in (2, 3)
-        if sorted(found) != sorted(parameters[name].shape)
+        f"{name} is {shape} instead of {tuple(parameters[name].shape)}"
+        for name, shape in shapes.items()
+        if name in parameters and len(shape) == parameters[name].dim() in (2, 3)
+        if sorted(shape) != sorted(parameters[name].shape)
     ]
 
 
@@ -229,22 +229,22 @@ def _places_of(architecture: str, processor: Any, model: PreTrainedModel) -> tup
     """The parameters and buffers of a model by tensor name, and parameters that no tensor of a file is for."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-    if architecture not in known:
+    numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    if architecture not in numbers:
         return {}, [place for place, _ in model.named_parameters()]
-    names = get_tensor_name_map(known[architecture], model.config.get_text_config().num_hidden_layers)
+    names = get_tensor_name_map(numbers[architecture], model.config.get_text_config().num_hidden_layers)
     places, named, others = dict[str, str](), set[int](), dict[str, int]()
     for place, parameter in model.state_dict(keep_vars=True).items():
         stem, suffix = place, ""
         if place.endswith((".weight", ".bias")):
             stem, _, suffix = place.rpartition(".")
-        found = dict[str, str]()
+        places_of = dict[str, str]()
         if (name := names.get_name(processor.preprocess_name(stem))) is not None:
-            found[f"{name}.{suffix}".rstrip(".")] = place
+            places_of[f"{name}.{suffix}".rstrip(".")] = place
         else:
-            processor.perform_fallback_tensor_mapping(found, "", "", place)
-        places |= {f"{name}.weight" if name.endswith("exps") else name: place for name in found}
-        if found:
+            processor.perform_fallback_tensor_mapping(places_of, "", "", place)
+        places |= {f"{name}.weight" if name.endswith("exps") else name: place for name in places_of}
+        if places_of:
             named.add(id(parameter))
         elif parameter.requires_grad:
             others[place] = id(parameter)
@@ -300,12 +300,12 @@ class RowOrders:
             with np.errstate(all="ignore"):  # some processors take logarithms
                 moved, kept = (
                     self._processor.process(
-                        np.broadcast_to(each, shape),
+                        np.broadcast_to(index, shape),
                         name=name,
                         tensor_key_mapping={},
                         parsed_parameters={"tensors": {}},
                     )
-                    for each in (rows[:, None], columns)
+                    for index in (rows[:, None], columns)
                 )
             is_order = (
                 moved.name == name
@@ -375,9 +375,9 @@ def _tied(model: PreTrainedModel, layers: dict[str, str]) -> dict[str, str]:
 
     weights = {id(getattr(model.get_submodule(name), "weight", None)): kind for name, kind in layers.items()}
     return {
-        name: weights[id(each.weight)]
-        for name, each in model.named_modules()
-        if type(each) is torch.nn.Linear and name not in layers and id(each.weight) in weights
+        name: weights[id(module.weight)]
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and name not in layers and id(module.weight) in weights
     }
 
 

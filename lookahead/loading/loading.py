@@ -287,10 +287,10 @@ def _with_owner(model: str, file: str) -> str:
     if "/" in model or _cached(model, model, file) is not None:
         return model
     names = (path.name.removeprefix("models--").split("--", 1) for path in Path(HF_HUB_CACHE).glob("models--*--*"))
-    found = [f"{owner}/{name}" for owner, name in sorted(names) if name.lower() == model.lower()]
-    if len(found) > 1:
-        raise UnsupportedModelError(f"model {model!r} is one of {', '.join(found)}: name it with its owner")
-    return found[0] if found else model
+    matches = [f"{owner}/{name}" for owner, name in sorted(names) if name.lower() == model.lower()]
+    if len(matches) > 1:
+        raise UnsupportedModelError(f"model {model!r} is one of {', '.join(matches)}: name it with its owner")
+    return matches[0] if matches else model
 
 
 def _locate_on_hub(model: str, files: Sequence[str]) -> tuple[str, bool]:
@@ -389,7 +389,7 @@ def _did_you_mean(model: str, files: Sequence[str]) -> str:
 
     path = Path(os.path.expanduser(model))
     near = [*path.parent.glob("*"), *path.parent.parent.glob("*/*")]
-    paths = (str(each) for each in near if is_gguf(each) or any(os.path.isfile(each / file) for file in files))
+    paths = (str(path) for path in near if is_gguf(path) or any(os.path.isfile(path / file) for file in files))
     names = {path.lower(): path for path in paths}
     if not model.startswith((".", "~", "/")):
         cached = (path.name.removeprefix("models--") for path in Path(HF_HUB_CACHE).glob("models--*"))

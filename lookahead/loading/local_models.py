@@ -39,11 +39,11 @@ class LocalModel:
 
 def local_models() -> list[LocalModel]:
     """The models on this machine: the default model first, the others by name."""
-    found = sorted([*_in_hub_cache(), *_converted()], key=lambda model: model.name)
+    models = sorted([*_in_hub_cache(), *_converted()], key=lambda model: model.name)
     with suppress(UnsupportedModelError):  # it is not installed
         file = Path(locate_model(DEFAULT_MODEL)[0])
-        found.insert(0, _gguf(DEFAULT_MODEL, file))
-    return found
+        models.insert(0, _gguf(DEFAULT_MODEL, file))
+    return models
 
 
 def _in_hub_cache() -> Iterator[LocalModel]:
@@ -92,5 +92,5 @@ def _dtype_of(folder: Path) -> str | None:
         named = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
     except (OSError, ValueError, AttributeError):
         return None
-    given = quantized or named
-    return None if given is None else _TYPES.get(str(given), str(given))
+    dtype = quantized or named
+    return None if dtype is None else _TYPES.get(str(dtype), str(dtype))

@@ -167,7 +167,7 @@ def _casts_to_weight(kind: type, name: str) -> bool:
         for method in vars(base).values():
             code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
             if code is not None and {name, "weight", "dtype"} <= {*code.co_names}:
-                loads = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_ATTR"]
+                loads = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_ATTR"]
                 if (name, "weight", "dtype") in zip(loads, loads[1:], loads[2:], strict=False):
                     return True
     return False

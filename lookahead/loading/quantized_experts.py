@@ -44,7 +44,7 @@ class QuantizedExperts(nn.Module):
         """The weights of the first expert, in the order of `PARTS`; those of the others follow them."""
         blocks = (self.get_parameter(f"{part}_blocks")[0] for part in PARTS)
         sizes = (outputs for outputs, _ in self._sizes())
-        return [packed_weight(*each) for each in zip(blocks, self.kinds, sizes, strict=True)]
+        return [packed_weight(*part) for part in zip(blocks, self.kinds, sizes, strict=True)]
 
     def _sizes(self) -> list[tuple[int, int]]:
         inner, outer = self.intermediate_dim, self.hidden_dim

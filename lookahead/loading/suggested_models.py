@@ -110,15 +110,15 @@ def pull(name: str, announce: Callable[[str, int], None]) -> str:
     with _download_errors(name, repository):
         about: Any = HfApi().model_info(repository, files_metadata=True, timeout=10.0)
         patterns = [file] if file else _FILES
-        wanted = [each for each in about.siblings if any(map(Path(each.rfilename).match, patterns))]
-        if not any(Path(each.rfilename).match(patterns[0]) for each in wanted):
-            ggufs = ", ".join(each.rfilename for each in about.siblings if each.rfilename.endswith(".gguf")) or "none"
+        wanted = [file for file in about.siblings if any(map(Path(file.rfilename).match, patterns))]
+        if not any(Path(file.rfilename).match(patterns[0]) for file in wanted):
+            ggufs = ", ".join(file.rfilename for file in about.siblings if file.rfilename.endswith(".gguf")) or "none"
             raise UnsupportedModelError(f"model {repository!r} has no {patterns[0]}; its GGUF files: {ggufs}")
         licence = getattr(about.card_data, "license", None) or "not stated"
-        announce(licence, sum(each.size or 0 for each in wanted))
+        announce(licence, sum(file.size or 0 for file in wanted))
         place = hf_hub_download(repository, file) if file else snapshot_download(repository, allow_patterns=[*_FILES])
-    paths = {Path(place) if file else Path(place) / each.rfilename: each for each in wanted}
-    damaged = [path for path, each in paths.items() if not _is_whole(path, each)]
+    paths = {Path(place) if file else Path(place) / entry.rfilename: entry for entry in wanted}
+    damaged = [path for path, entry in paths.items() if not _is_whole(path, entry)]
     for path in damaged:
         path.resolve().unlink()
         path.unlink(missing_ok=True)

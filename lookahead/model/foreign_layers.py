@@ -19,7 +19,7 @@ def foreign_layers(module: nn.Module) -> list[nn.Module]:
 
     If submodules of a module hold parameters, the submodules count instead.
     """
-    return [each for each in module.modules() if is_foreign(each) and not _has_parts(each)]
+    return [part for part in module.modules() if is_foreign(part) and not _has_parts(part)]
 
 
 def is_foreign(module: nn.Module) -> bool:
@@ -40,8 +40,8 @@ def weight_kinds(module: nn.Module) -> list[type[Any]]:
 
 def arithmetic_of(module: nn.Module) -> tuple[Any, ...]:
     """A key of the arithmetic of a layer: classes, its `repr` and its settings."""
-    settings = {name: each for name, each in vars(module).items() if name[0] != "_" and not isinstance(each, Tensor)}
-    shown = [_ADDRESS.sub("", repr(each)) for each in (module, *settings.values())]
+    settings = {name: value for name, value in vars(module).items() if name[0] != "_" and not isinstance(value, Tensor)}
+    shown = [_ADDRESS.sub("", repr(part)) for part in (module, *settings.values())]
     return type(module), *weight_kinds(module), *settings, *shown
 
 

@@ -96,7 +96,7 @@ class LevelCalls:
         """Scatter the output of a call, `[n, 1, ...]`, into the output of all nodes."""
         if isinstance(part, tuple):
             before = whole if whole is not None else [None] * len(part)
-            return tuple(self._placed(held, each) for held, each in zip(before, part, strict=True))
+            return tuple(self._placed(former, new) for former, new in zip(before, part, strict=True))
         if not isinstance(part, Tensor):
             return part
         if whole is None:

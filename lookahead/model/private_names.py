@@ -97,7 +97,7 @@ OTHERS: dict[str, PrivateName] = {
 def missing_names() -> tuple[str, ...]:
     """Names needed for drafting that the installed transformers or torch lack."""
     named = (*TRANSFORMERS.items(), *TORCH.items())
-    needed = [(name, each.place) for name, each in named if each.without == _PLAIN]
+    needed = [(name, entry.place) for name, entry in named if entry.without == _PLAIN]
     return tuple(f"{place}.{name}" for name, place in needed if not _has(place, name))
 
 

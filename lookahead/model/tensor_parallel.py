@@ -41,7 +41,7 @@ class TensorParallelGroup:
             return list(drafts)
         agreed = []
         for *tree, path_probs in np.split(nodes, np.cumsum(sizes)[:-1], 1):
-            tokens, parents, depths = (each.astype(np.int32) for each in tree)
+            tokens, parents, depths = (array.astype(np.int32) for array in tree)
             sources = np.zeros_like(tokens)  # not sent
             agreed.append(Draft(TokenTree(tokens, parents, depths, sources), (), path_probs))
         return agreed

@@ -33,7 +33,9 @@ def verdict_file(model: Any) -> Path | None:
     modules = modules_of(model)
     placed = [hook for module in modules for hook in hooks_of(module)] + global_hooks()
     placed += [
-        each for each in (vars(module).get("forward") for module in modules) if not (each is None or is_ours(each))
+        forward
+        for forward in (vars(module).get("forward") for module in modules)
+        if not (forward is None or is_ours(forward))
     ]
     compiled = any(module._compiled_call_impl is not None for module in modules)
     digest = None if placed or compiled else digest_of(model)
@@ -53,11 +55,12 @@ def _places_of(modules: Sequence[nn.Module]) -> list[tuple[str, str, str]]:
     kinds = {base for module in modules for base in type(module).__mro__ if base is not object}
     files = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")}
     # `torch.compile` replaces these two of every module, and adds names with two underscores to the files it compiles.
-    held = [item for kind in kinds for item in vars(kind).items() if item[0] not in ("__init__", "__setstate__")]
-    held += [item for name in files for item in vars(sys.modules[name]).items() if not item[0].startswith("__")]
-    found = [(name, each) for name, value in held for each in callables_in(value)]
+    items = [item for kind in kinds for item in vars(kind).items() if item[0] not in ("__init__", "__setstate__")]
+    items += [item for name in files for item in vars(sys.modules[name]).items() if not item[0].startswith("__")]
+    functions = [(name, function) for name, value in items for function in callables_in(value)]
     return sorted(
-        (name, str(getattr(each, "__module__", "")), str(getattr(each, "__qualname__", ""))) for name, each in found
+        (name, str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", "")))
+        for name, function in functions
     )
 
 
@@ -65,4 +68,4 @@ def _releases_of(package: str) -> list[str]:
     """The releases of the distributions that a package may be of."""
     with suppress(metadata.PackageNotFoundError):
         return [metadata.version(package)]  # asking all distributions for their packages takes a second
-    return [metadata.version(each) for each in metadata.packages_distributions().get(package, ())]
+    return [metadata.version(name) for name in metadata.packages_distributions().get(package, ())]

@@ -60,10 +60,10 @@ def merge_into(path: str, header: MemoryHeader, new: Records, old: Records = EMP
     The limit of the header applies to a new file. New records replace those of the file, which replace old ones.
     """
     with changing(path):
-        known = EMPTY
+        entries = EMPTY
         if os.path.lexists(path):
-            header, known = read_memory(path, header)
-        parts = new, memory_file.aged(known), memory_file.aged(old)
+            header, entries = read_memory(path, header)
+        parts = new, memory_file.aged(entries), memory_file.aged(old)
         return write_memory(path, header, merge_records(parts, header.max_contexts))
 
 

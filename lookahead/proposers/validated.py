@@ -88,19 +88,21 @@ class ValidatedProposer(BatchProposer):
         self, rows: Sequence[int], max_nodes: int, offers: Sequence[Sequence[Proposal | None]] = ()
     ) -> Sequence[Proposal | None]:
         """Its proposals for rows, in one batch if supported; None for every row while it is not called."""
-        known = [row for row in rows if row in self._roots]
+        served = [row for row in rows if row in self._roots]
         is_poor = self._call.is_timed and not self._budget.affords
         if is_poor:
-            self._leave(known)
-        if is_poor or not known:
+            self._leave(served)
+        if is_poor or not served:
             return [None] * len(rows)
         begin = time.perf_counter()
-        of_known = [[offer for row, offer in zip(rows, each, strict=True) if row in self._roots] for each in offers]
-        made = self._ask_rows(known, max_nodes, *([of_known] if self.reads_offers else []))
-        if len(made) != len(known):
-            raise ProposerError(f"the proposer {self._name} gave {len(made)} proposals for {len(known)} rows")
+        of_known = [
+            [offer for row, offer in zip(rows, offered, strict=True) if row in self._roots] for offered in offers
+        ]
+        made = self._ask_rows(served, max_nodes, *([of_known] if self.reads_offers else []))
+        if len(made) != len(served):
+            raise ProposerError(f"the proposer {self._name} gave {len(made)} proposals for {len(served)} rows")
         offered: dict[int, Proposal] = {}
-        for row, offer in zip(known, made, strict=True):
+        for row, offer in zip(served, made, strict=True):
             if offer is None:
                 continue
             if fault := self._fault(row, offer, max_nodes):
@@ -109,7 +111,7 @@ class ValidatedProposer(BatchProposer):
             fields: list[Any] = [np.require(x, None, ["C", "W"]) if isinstance(x, np.ndarray) else x for x in offer]
             offered[row] = Proposal(*fields)
         self._spent_s = time.perf_counter() - begin
-        self._unasked.update(dict.fromkeys(known, 0))
+        self._unasked.update(dict.fromkeys(served, 0))
         return [offered.get(row) for row in rows]
 
     def observe(self, row: int, feedback: Feedback, placed: IntArray) -> None:

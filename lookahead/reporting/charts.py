@@ -139,7 +139,7 @@ _TEMPLATES = Environment(
     keep_trailing_newline=True,
     undefined=StrictUndefined,
 )
-_TEMPLATES.filters |= {each.__name__: each for each in (brief, duration, exact)}
+_TEMPLATES.filters |= {function.__name__: function for function in (brief, duration, exact)}
 _TEMPLATES.filters |= {"count": "{:,}".format, "percent": "{:.1%}".format}
 _TEMPLATES.tests["known"] = math.isfinite
 

@@ -87,8 +87,8 @@ def _job_speed(aggregate: Aggregate) -> dict[str, Any] | None:
     lines = {}
     for style, prefix in (("ours", ""), ("plain-line", "plain_")):
         decoded, seconds = aggregate.column(f"{prefix}decoded"), aggregate.column(f"{prefix}decode_s")
-        if (known := np.flatnonzero(np.isfinite(decoded) & (seconds > 0))).size:
-            parts = np.array_split(known, min(_MAX_SPEED_POINTS, known.size))
+        if (points := np.flatnonzero(np.isfinite(decoded) & (seconds > 0))).size:
+            parts = np.array_split(points, min(_MAX_SPEED_POINTS, points.size))
             lines[style] = [(float(part.mean() + 1), decoded[part].sum() / seconds[part].sum()) for part in parts]
     if "ours" not in lines:
         return None
@@ -106,6 +106,8 @@ def _document_lists(aggregate: Aggregate) -> list[tuple[str, list[Result]]]:
     ranked = aggregate.ranked
     column, what = ("speedup", "speedup") if ranked["speedup", 1] else ("mean_acceptance_length", "tokens per pass")
     best = ranked[column, -1][: (aggregate.count(column) + 1) // 2]
-    worst = [each for each in ranked[column, 1] if not any(each is other for other in best)]  # none is in both lists
+    worst = [
+        document for document in ranked[column, 1] if not any(document is other for other in best)
+    ]  # none is in both lists
     lists = {"Took longest": ranked["seconds", -1], f"Gained most, by {what}": best, f"Gained least, by {what}": worst}
     return [(title, results) for title, results in lists.items() if results]

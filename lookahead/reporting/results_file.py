@@ -148,8 +148,8 @@ class Aggregate:
 
     def sum(self, name: str) -> float:
         """Sum of a column; NaN if no line has it."""
-        known = self.known(name)
-        return float(known.sum()) if known.size else math.nan
+        values = self.known(name)
+        return float(values.sum()) if values.size else math.nan
 
     def ratio(self, above: str, below: str, *names: str, is_straight: bool = False) -> float:
         """Ratio of the sums of two columns over lines with both and `names`, if `is_straight` without loops; or NaN."""
@@ -175,7 +175,7 @@ class Aggregate:
         for (name, sign), ranking in self.ranked.items():
             if math.isfinite(result.figures[name]):
                 ranking.append(result)
-                ranking.sort(key=lambda each: sign * each.figures[name])
+                ranking.sort(key=lambda document: sign * document.figures[name])
                 del ranking[MAX_LISTED_DOCUMENTS:]
         self.documents += 1
         if result.figures["is_identical"] == 0.0 and len(self.names_of_different) < MAX_DIFFERENT_IDS:
@@ -226,7 +226,7 @@ def _mapping(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _kind(name: str, known: Mapping[str, Any]) -> str:
+def _kind(name: str, kinds: Mapping[str, Any]) -> str:
     """The name to count under, `"others"` after `MAX_KINDS` names: a file may hold any number of names."""
     name = name[:MAX_ID_CHARS]
-    return name if name in known or len(known) < MAX_KINDS else "others"
+    return name if name in kinds or len(kinds) < MAX_KINDS else "others"

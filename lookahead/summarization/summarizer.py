@@ -98,7 +98,7 @@ class Summarizer:
                 on_outputs=lambda outputs: self.on_progress(*pipeline.progress(outputs)),
             )
             plain += figures
-            texts = [each for result in done for each in result.texts]
+            texts = [text for result in done for text in result.texts]
             stats = total_in_sequence(result.stats for result in done)
             is_looping = any(loops(tokens) for result in done for tokens in result.token_ids)
             pipeline.take(texts, stats, done[-1].finish_reasons[-1], loops=is_looping)
@@ -246,8 +246,8 @@ class _BatchSummarizer:
         try:
             yield
         except Exception:
-            self._queue = deque(each for each in self._queue if each[0] is not task)
-            self._running = {number: each for number, each in self._running.items() if each[0] is not task}
+            self._queue = deque(entry for entry in self._queue if entry[0] is not task)
+            self._running = {number: entry for number, entry in self._running.items() if entry[0] is not task}
             self._outcomes.append(self._summarizer.summarize_or_reject(task.document))
 
     def _queue_round(self, task: _Task) -> None:
@@ -285,10 +285,10 @@ class _BatchSummarizer:
             return
         done, task.done = [task.done[index] for index in range(len(task.done))], {}
         task.pipeline.take(
-            [each.text for each in done],
-            total(each.stats for each in done),
+            [part.text for part in done],
+            total(part.stats for part in done),
             done[-1].finish_reason or "stop",
-            loops=any(loops(each.token_ids) for each in done),
+            loops=any(loops(part.token_ids) for part in done),
         )
         if task.pipeline.summary is None:
             self._queue_round(task)

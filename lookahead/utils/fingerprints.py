@@ -24,8 +24,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> int:
     computed once for each tokenizer, and again when its length changes.
     """
     size = len(tokenizer)
-    known = _known.get(tokenizer)
-    if known is None or known[0] != size:
+    entry = _known.get(tokenizer)
+    if entry is None or entry[0] != size:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             described = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
@@ -33,8 +33,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> int:
             whole = json.loads(backend.to_str())
             described = {part: whole[part] for part in _TEXT_TO_IDS}
         text = json.dumps(described, sort_keys=True, ensure_ascii=True)
-        known = _known[tokenizer] = size, xxhash.xxh3_64_intdigest(text.encode("ascii"))
-    return known[1]
+        entry = _known[tokenizer] = size, xxhash.xxh3_64_intdigest(text.encode("ascii"))
+    return entry[1]
 
 
 def body_of(model: Any) -> Any:

@@ -41,8 +41,8 @@ def kept_file(kind: str, name: str) -> Path:
 
 def kept(file: Path, name: str, parse: Parse[T], make: Callable[[], T]) -> T:
     """The cached result of a name; if there is none, it is made and cached."""
-    found = find_kept(file, name, parse)
-    return keep(file, name, make(), parse) if found is None else found
+    value = find_kept(file, name, parse)
+    return keep(file, name, make(), parse) if value is None else value
 
 
 def find_kept(file: Path, name: str, parse: Parse[T]) -> T | None:

@@ -25,8 +25,8 @@ def processor() -> str:
     """The name of the CPU, or its part number on ARM; Python's name if /proc/cpuinfo has neither."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        found = next(line for line in lines if line.startswith(("model name", "CPU part")))
-        return found.partition(":")[2].strip()
+        line = next(line for line in lines if line.startswith(("model name", "CPU part")))
+        return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 

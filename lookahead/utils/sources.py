@@ -26,5 +26,5 @@ def sources_digest(files: Iterable[Path]) -> bytes:
 @cache
 def source_files() -> list[Path]:
     """The source files of this package, including folders that are linked into it."""
-    found = os.walk(_OWN, followlinks=True)
-    return [Path(place, name) for place, _, names in found for name in names if name.endswith(".py")]
+    folders = os.walk(_OWN, followlinks=True)
+    return [Path(place, name) for place, _, names in folders for name in names if name.endswith(".py")]

@@ -61,8 +61,8 @@ def cancelling(
         # Shuffled, because an order that starts with neighbours would lose nothing of adjacent pairs.
         places = torch.randperm(length, generator=source, device="cpu")
         same, pairs = same[:, :, places], pairs[:, :, places]
-        for each in ((query, key, value), (far, near, value), (query, same, pairs)):
-            one, keys, values = (tensor.to(dtype) for tensor in each)
+        for inputs in ((query, key, value), (far, near, value), (query, same, pairs)):
+            one, keys, values = (tensor.to(dtype) for tensor in inputs)
             yield one, keys, values
 
 

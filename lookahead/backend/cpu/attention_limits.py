@@ -113,7 +113,7 @@ def has_bits_of_eager(
         expected = _by_function(own, query, keys, values, {"scaling": scale, "softcap": softcap or None}, sinks)
         nodes, trees = (torch.zeros(1, *size, dtype=torch.int64, device="cpu") for size in ((2, 1), (3,)))
         trees[0, 0], trees[0, 1] = keys.shape[2] - 1, 1
-        slots = [each.transpose(1, 2).contiguous() for each in (query, keys, values)]
+        slots = [states.transpose(1, 2).contiguous() for states in (query, keys, values)]
         limits = AttentionLimits(0, softcap, sinks, is_eager=True)
         got = row_attention(*slots, nodes=nodes, trees=trees, scale=scale, limits=limits)
         if expected is None or not torch.equal(got, expected):

@@ -65,15 +65,15 @@ def _steps_of(tree: TokenTree, scored: int) -> list[Step]:
     children: list[list[int]] = [[] for _ in depths]
     for node, parent in enumerate(tree.parents[1:].tolist(), 1):
         children[parent].append(node)
-    held, path, waiting, steps = list(range(len(depths))), [0] * len(depths), [0], []
+    nodes, path, waiting, steps = list(range(len(depths))), [0] * len(depths), [0], []
     while waiting:
         node = waiting.pop()
         depth = depths[node]
         path[depth] = node
         if node >= scored:
             end = depth + 1
-            first = next((at for at in range(end) if held[at] != path[at]), end)
-            held[first:end] = path[first:end]
+            first = next((at for at in range(end) if nodes[at] != path[at]), end)
+            nodes[first:end] = path[first:end]
             steps.append((node, depth, first, torch.tensor(path[first:end], device="cpu") if first < end else None))
         waiting += reversed(children[node])
     return steps
@@ -115,7 +115,7 @@ def has_bits_of_prompts(dim: int, flags: tuple[Any, ...] = ()) -> bool:
         for start in (0, length % 200):
             some, mask = query[:, :, start:], seen[start:] if start else None
             expected = scaled_dot_product_attention(some, keys, values, attn_mask=mask, is_causal=mask is None)
-            q, k, v = (each[0].transpose(0, 1) for each in (some, keys, values))
+            q, k, v = (states[0].transpose(0, 1) for states in (some, keys, values))
             if not prompt_attention.is_supported(q, k, v):
                 return False
             if not torch.equal(prompt_attention.prompt_attention(q, k, v, dim**-0.5), expected[0].transpose(0, 1)):
@@ -154,7 +154,7 @@ def _has_bits_of_shared_heads(dtype: torch.dtype, heads: int, kv_heads: int, dim
     that depends on the alignment of a matrix.
     """
     for query, keys, values in cancelling(dtype, heads, kv_heads, dim):
-        slots = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (keys, values))
+        slots = (states.transpose(1, 2).contiguous().transpose(1, 2) for states in (keys, values))
         expected = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
         if not torch.equal(scaled_dot_product_attention(*_by_kv_head(query, *slots)).view_as(expected), expected):
             return False
@@ -164,7 +164,7 @@ def _has_bits_of_shared_heads(dtype: torch.dtype, heads: int, kv_heads: int, dim
 def _by_kv_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Views of one row of queries, keys and values as a batch with one row per KV head, shared by its queries."""
     kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-    keys, values = (each[0][:, None].expand(-1, groups, -1, -1) for each in (key, value))
+    keys, values = (states[0][:, None].expand(-1, groups, -1, -1) for states in (key, value))
     return query[0].unflatten(0, (kv_heads, groups)), keys, values
 
 
@@ -214,7 +214,7 @@ def attend_prompts(
     dim, is_causal = query.shape[3], options.get("is_causal", getattr(module, "is_causal", True))
     if not (is_sdpa(own) and is_causal and query.shape[1] > 1) or options.get("dropout") or _BY_OWN & set(options):
         return None
-    texts = list(zip(*(each.transpose(1, 2) for each in (query, key, value)), strict=True))
+    texts = list(zip(*(states.transpose(1, 2) for states in (query, key, value)), strict=True))
     if not (
         prompt_attention.is_supported(*texts[0], as_whole=as_whole) and has_bits_of_prompts(dim, arithmetic_flags())
     ):
@@ -252,7 +252,7 @@ def attend_per_node(
         `[rows, width, heads, value_dim]`; zeros for padding.
     """
     rows, heads, width, dim = query.shape
-    nodes, keys, values = (each.transpose(1, 2) for each in (query, key, value))  # as the cache holds them
+    nodes, keys, values = (states.transpose(1, 2) for states in (query, key, value))  # as the cache holds them
     is_whole = keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
     is_whole = is_whole and "position_bias" not in options
     if window is not None and per_node.deepest + 1 >= window:
@@ -292,7 +292,7 @@ def _attend_by_torch(
     heads = query.shape[1]
     nodes = slice(start, start + scored + len(steps))
     is_moved = any(moved is not None for *_, moved in steps)
-    held = [(each, each[:, :, nodes].clone()) for each in (key, value)] if is_moved else []
+    copies = [(states, states[:, :, nodes].clone()) for states in (key, value)] if is_moved else []
     # With one batch row per KV head, SDPA reads shared heads in place.
     shape = query.dtype, heads, key.shape[1], query.shape[3]
     is_shared = by_sdpa and bias is None and _has_bits_of_shared_heads(*shape, arithmetic_flags())
@@ -302,8 +302,8 @@ def _attend_by_torch(
     for node, depth, first_moved, moved in steps:
         column, end = node - scored, start + depth + 1
         if moved is not None:
-            for each, kept in held:
-                each[:, :, start + first_moved : end] = kept[:, :, moved]
+            for states, kept in copies:
+                states[:, :, start + first_moved : end] = kept[:, :, moved]
         if is_shared and (window is None or end < window):
             attended = scaled_dot_product_attention(queries[column], keys[:, :, :end], values[:, :, :end], scale=scale)
             out[column] = attended.view(1, heads, -1)
@@ -318,6 +318,6 @@ def _attend_by_torch(
             options = {**options, "position_bias": bias[:, :, -1:, -end:]}
         one = query[:, :, column : column + 1]
         out[column] = own(module, one, key[:, :, first:end], value[:, :, first:end], mask, **options)[0][0]
-    for each, kept in held:
-        each[:, :, nodes] = kept
+    for states, kept in copies:
+        states[:, :, nodes] = kept
     return torch.cat(out)

@@ -172,10 +172,10 @@ class HeadSlots:
         if heads is not None:
             self._write(start, end, heads, layer)
         self._filled, self._origin = int(slots.lengths[0]), slots.origins[0]
-        return [each[:, :end] for each in self._pair]
+        return [states[:, :end] for states in self._pair]
 
     def _write(self, first: int, end: int, heads: Tensor, layer: Any) -> None:
-        keys, values = (each[:, first:end] for each in self._pair)
+        keys, values = (states[:, first:end] for states in self._pair)
         _expand(self._module, heads, layer.values[:1, first:end, 0], keys, values)
         if self._dtype != heads.dtype:
             keys *= math.sqrt(self._module.scaling)
@@ -238,13 +238,13 @@ def _attend_wide(query: Tensor, keys: Tensor, values: Tensor, factor: float, per
     (start,), (scored,), (steps,) = per_node.starts, per_node.scored, per_node.steps
     query, out = query.float() * factor, list[Tensor]([query] * len(steps))
     # The next pass makes those of nodes anew, so they need not be moved back.
-    held = [(each, each[:, start : start + scored + len(steps)].clone()) for each in (keys, values)]
+    copies = [(states, states[:, start : start + scored + len(steps)].clone()) for states in (keys, values)]
     by_head, of_head = keys.permute(0, 2, 3, 1), values.transpose(1, 2)
     for node, depth, first, moved in steps:
         end = start + depth + 1
         if moved is not None:
-            for each, kept in held:
-                each[:, start + first : end] = kept[:, moved]
+            for states, kept in copies:
+                states[:, start + first : end] = kept[:, moved]
         scores = query[:, :, node - scored : node - scored + 1] @ by_head[..., :end]
         out[node - scored] = scores.softmax(-1) @ of_head[:, :, :end]
     return torch.cat(out, 2).transpose(1, 2).flatten(2)
@@ -258,7 +258,7 @@ def _has_bits_in_float32(heads: int, dim: int, value_dim: int, flags: tuple[Any,
         query, keys, values = query[..., :dim], keys[..., :dim], values[..., :value_dim]
         own = scaled_dot_product_attention(query, keys, values)
         factor = math.sqrt(dim**-0.5)
-        slots = [each.float().transpose(1, 2).contiguous() for each in (keys, values)]
+        slots = [states.float().transpose(1, 2).contiguous() for states in (keys, values)]
         slots[0] *= factor
         scores = query.float() * factor @ slots[0].permute(0, 2, 3, 1)
         if not torch.equal((scores.softmax(-1) @ slots[1].transpose(1, 2)).bfloat16(), own):

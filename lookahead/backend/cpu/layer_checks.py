@@ -230,8 +230,8 @@ def keeps_activation(kind: Any, *, has_rest: bool = False) -> bool:
         own.append(torch.cat([module(part) for part in x.split(VECTORS // 2 - 1)]))
     run(layer_ops.gating(fused, torch.ones_like(x), *activation_of(module, x.dtype)))
     return all(
-        torch.equal(each.isnan(), fused.isnan()) and torch.equal(each.nan_to_num(0), fused.nan_to_num(0))
-        for each in own
+        torch.equal(result.isnan(), fused.isnan()) and torch.equal(result.nan_to_num(0), fused.nan_to_num(0))
+        for result in own
     )
 
 

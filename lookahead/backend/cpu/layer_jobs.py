@@ -345,7 +345,9 @@ class LayerJobs:
 
     def _fed(self, part: Mlp, x: Tensor, into: str = "change") -> Tensor:
         inner = [inner for inner in (part.gate, part.up) if inner is not None]
-        gate, *up = self.products(inner, x, [self.take(f"inner {at}", each.outputs) for at, each in enumerate(inner)])
+        gate, *up = self.products(
+            inner, x, [self.take(f"inner {at}", product.outputs) for at, product in enumerate(inner)]
+        )
         kind, table = activation_of(part.activation, gate.dtype)
         self.jobs.append(layer_ops.gating(gate, up[0] if up else self.beside if part.is_beside else None, kind, table))
         (out,) = self.products([part.down], gate, [self.take(into, part.down.outputs)])

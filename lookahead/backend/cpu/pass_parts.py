@@ -122,8 +122,8 @@ class Watched(NamedTuple):
         mixtures = [layer.experts for layer in parts.layers if layer.experts]
         tensors = [(norm.module._parameters, name) for norm in norms for name in ("weight", "bias")]
         tensors += [(linear._parameters, "bias") for linear in linears]
-        held = [part._parameters for mixture in mixtures for part in (mixture.router, mixture.experts)]
-        tensors += [(parameters, name) for parameters in held for name in parameters if name.endswith("bias")]
+        owners = [part._parameters for mixture in mixtures for part in (mixture.router, mixture.experts)]
+        tensors += [(parameters, name) for parameters in owners for name in parameters if name.endswith("bias")]
         contents = [(mixture.router._parameters, "weight") for mixture in mixtures]
         contents += [(mixture.experts._parameters, name) for mixture in mixtures for name in mixture.names]
         contents += [part.scaled for layer in parts.layers for part in layer.residuals if part.scaled]
@@ -134,8 +134,8 @@ class Watched(NamedTuple):
 
 def settings_of(watched: Watched) -> list[float]:
     """The addresses, versions and numbers of what a table holds now."""
-    tensors = [held.get(name) for held, name in watched.tensors]
-    copied = [held[name] for held, name in watched.contents]
+    tensors = [values.get(name) for values, name in watched.tensors]
+    copied = [values[name] for values, name in watched.contents]
     return [
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         *(0 if tensor.is_inference() else tensor._version for tensor in copied),

@@ -165,7 +165,7 @@ def _once(parse: Parse[T]) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 def _rows_from(value: Any) -> Rows:
     solo, batch = value
-    if not all(type(each) is int and 0 <= each <= MAX_ROWS for each in (solo, batch)):
+    if not all(type(number) is int and 0 <= number <= MAX_ROWS for number in (solo, batch)):
         raise ValueError(f"rows must be two numbers up to {MAX_ROWS}, got {value}")
     return Rows(solo, batch)
 
@@ -199,8 +199,8 @@ def keeps_thousands_of_rows(kind: Kind) -> bool:
 def rows_of(kind: Kind, layout: Layout) -> Rows:
     """Most rows whose bits stay the same in products with this kind of weight in a layout."""
     trials = range(max(1, _DIFFERENT // kind.shape[0]))  # few outputs seldom show another order
-    found = [_rows_of(kind, layout, trial) for trial in trials]
-    return Rows(min(each.solo for each in found), min(each.batch for each in found))
+    limits = [_rows_of(kind, layout, trial) for trial in trials]
+    return Rows(min(limit.solo for limit in limits), min(limit.batch for limit in limits))
 
 
 def _rows_of(kind: Kind, layout: Layout, trial: int) -> Rows:
@@ -267,10 +267,10 @@ def has_other_products(model: nn.Module, apart: Iterable[nn.Module] = ()) -> boo
 
     The modules in `apart`, and their submodules, do not count.
     """
-    known = nn.Embedding, QuantizedEmbedding, QuantizedLinear
+    kinds = nn.Embedding, QuantizedEmbedding, QuantizedLinear
     ours = {*linear_layers(model), *(part for module in apart for part in module.modules())}
-    others = (module for module in modules_of_text(model) if module not in ours and not isinstance(module, known))
-    return any(weight.dim() > 1 for each in others for weight in each.parameters(recurse=False))
+    others = (module for module in modules_of_text(model) if module not in ours and not isinstance(module, kinds))
+    return any(weight.dim() > 1 for module in others for weight in module.parameters(recurse=False))
 
 
 def has_bits_of_copies(model: Any, rows: int, copies: int) -> bool:

@@ -63,17 +63,17 @@ def serves(dtype: torch.dtype, mode: CpuPass | None) -> bool:
     return not mode.is_prompt and (dtype == torch.float32 or mode.policy is not BitPolicy.BATCH)
 
 
-def weights_of(part: Experts, known: dict[Any, Any], *, packs: bool = False) -> MixtureWeights:
-    """The weights of a mixture, made anew when they have changed; kept in `known`.
+def weights_of(part: Experts, cache: dict[Any, Any], *, packs: bool = False) -> MixtureWeights:
+    """The weights of a mixture, made anew when they have changed; kept in `cache`.
 
     Args:
         part: The mixture.
-        known: The cache of its layer.
+        cache: What is kept of its layer.
         packs: Whether to make packed copies, if there are none.
     """
     router, *_ = tensors = part.tensors
     versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-    kept: Any = known.get("mixture")
+    kept: Any = cache.get("mixture")
     is_old = kept is None or kept[1] != versions or any(map(is_not, kept[0][1], tensors))
     if is_old or (packs and not kept[2]):
         thread.is_cold = packs or getattr(thread, "is_cold", False)
@@ -91,7 +91,7 @@ def weights_of(part: Experts, known: dict[Any, Any], *, packs: bool = False) -> 
             block = 0 if is_wide else _block_of(router, part.router._parameters.get("bias"))
             packed = packed_product.pack(router, block) if block else None
             made = MixtureWeights(packed, tuple(inner), down, router.float() if is_wide else None)
-        kept = known["mixture"] = (made, tensors), versions, packs
+        kept = cache["mixture"] = (made, tensors), versions, packs
     weights: MixtureWeights = kept[0][0]
     return weights
 
@@ -153,8 +153,8 @@ class Routing:
             self.shares[:tokens] = torch.sigmoid(self.multiply(gate, tokens))[:, 0]
         factors, indices = part.route(logits)
         self.factors[:tokens] = factors
-        held = self._counts, self.places, self.sources, self.chosen
-        _group(indices.contiguous().view(-1).numpy(), indices.shape[1], *(tensor.numpy() for tensor in held))
+        tensors = self._counts, self.places, self.sources, self.chosen
+        _group(indices.contiguous().view(-1).numpy(), indices.shape[1], *(tensor.numpy() for tensor in tensors))
 
 
 @njit()

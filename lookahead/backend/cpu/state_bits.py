@@ -127,5 +127,5 @@ def _scored(backend: Backend, tree: TokenTree) -> list[Tensor]:
     """The logits of a tree, and the states of the root's children."""
     with backend.serving():
         logits = backend.score([tree], BitPolicy.SOLO)
-    states = [each for layer in backend.cache.states for each in layer.level(1).values()]
+    states = [state for layer in backend.cache.states for state in layer.level(1).values()]
     return [logits, *states]

@@ -83,11 +83,15 @@ class TreeMixer:
         layer: StateLayer = cache.layers[self.at]
         before = [layer.committed.get(row, {}) for row in range(rows)]
         is_scan = self.mix is _scan  # which takes recurrent states transposed too
-        held = [
-            {kind: each.dtype for kind, each in states.items() if each.is_contiguous() or (is_scan and kind != _CONV)}
+        row_kinds = [
+            {
+                kind: state.dtype
+                for kind, state in states.items()
+                if state.is_contiguous() or (is_scan and kind != _CONV)
+            }
             for states in before
         ]
-        return None if is_own or any(each != kinds for each in held) else before
+        return None if is_own or any(row != kinds for row in row_kinds) else before
 
 
 Run = Callable[..., None]
@@ -99,7 +103,7 @@ jobs."""
 
 def find_mixers(model: Any) -> dict[nn.Module, TreeMixer]:
     """The functions that compute mixers of a model in passes over trees; none if its code is not as shipped."""
-    found, kinds = dict[nn.Module, TreeMixer](), set[type]()
+    mixers, kinds = dict[nn.Module, TreeMixer](), set[type]()
     for name, layers in mixers_of(model).layers.items():
         module: Any = model.get_submodule(name)
         file, _, folder = type(module).__module__.rpartition(".modeling_")
@@ -112,8 +116,8 @@ def find_mixers(model: Any) -> dict[nn.Module, TreeMixer]:
             continue
         kinds |= {type(module), type(conv), type(getattr(module, "norm", conv))}
         cache = CACHE if CACHE in signature(type(module).forward).parameters else "cache_params"
-        found[module] = TreeMixer(module, conv, layers[0], cache, inputs, mix)
-    return {} if not found or global_hooks() or code_of(frozenset(kinds)).foreign else found
+        mixers[module] = TreeMixer(module, conv, layers[0], cache, inputs, mix)
+    return {} if not mixers or global_hooks() or code_of(frozenset(kinds)).foreign else mixers
 
 
 def samples_of(mixers: Iterable[TreeMixer]) -> list[TreeMixer]:
@@ -180,7 +184,7 @@ def _apply_delta_rule(
 ) -> None:
     """A gated delta net."""
     module, norm = mixer.module, mixer.module.norm
-    mixed_in, gate, beta, decay = (each.flatten(0, -2).contiguous() for each in _split(module, inputs))
+    mixed_in, gate, beta, decay = (part.flatten(0, -2).contiguous() for part in _split(module, inputs))
     mixed_in = mixed_in.clone()  # its buffer is overwritten by the next layer, and `after` reads it
     mode = thread.running
     is_alone = out.dtype == torch.bfloat16 and mode is not None and mode.policy is BitPolicy.SOLO
@@ -229,7 +233,7 @@ def _split(module: Any, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """The inputs of a gated delta net's convolution, its gates, and the logits of beta and decay."""
     if len(inputs) == 4:
         return inputs
-    query, key, value, gate, beta, decay = (each.flatten(2) for each in module.fix_query_key_value_ordering(*inputs))
+    query, key, value, gate, beta, decay = (part.flatten(2) for part in module.fix_query_key_value_ordering(*inputs))
     return torch.cat((query, key, value), -1), gate, beta, decay
 
 
@@ -279,9 +283,9 @@ def _scan(
     torch.mul(norm.weight, results.to(out.dtype), out=out)
 
     def after(row: int, path: IntArray) -> States:
-        nodes, held, (part, _) = torch.from_numpy(path.astype("int64")), before[row], parts[row]
-        conv, state, count = torch.empty_like(held[_CONV]), only, len(path)
-        jobs = [newest(held[_CONV], mixed_in[part], nodes, conv)]
+        nodes, former, (part, _) = torch.from_numpy(path.astype("int64")), before[row], parts[row]
+        conv, state, count = torch.empty_like(former[_CONV]), only, len(path)
+        jobs = [newest(former[_CONV], mixed_in[part], nodes, conv)]
         if state is None:
             state = layer.memory_like(_RECURRENT, states[row].mT)
             unused = gates[:count], results[:count]

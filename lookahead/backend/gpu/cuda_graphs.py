@@ -280,7 +280,7 @@ class GraphRunner:
         logits, ranks, hidden = result
         active = slice(len(trees)), slice(nodes)
         return PassResult(
-            logits[active], None if ranks is None else ranks[active], tuple(each[active] for each in hidden)
+            logits[active], None if ranks is None else ranks[active], tuple(states[active] for states in hidden)
         )
 
     def _forward(self, static: FixedShapePass) -> tuple[Tensor, ...]:

@@ -57,7 +57,7 @@ class GpuBackend(TorchBackend):
         scored: NDArray[np.int64] | None = None,
     ) -> Tensor:
         """See `Backend.score`; replays a recording if there is one."""
-        known, result = len(dispatch.verdicts) + len(dispatch.served), None
+        count, result = len(dispatch.verdicts) + len(dispatch.served), None
         if self._graphs is not None and scored is None and not self._runs_own_code:
             result = self._graphs.score(trees, self.reads_top, keeps_logits=self.keeps_logits)
         if result is None:
@@ -67,7 +67,7 @@ class GpuBackend(TorchBackend):
             self.hidden = dict(zip(self._hidden_layers, hidden, strict=True)) if self.keeps_hidden else {}
         if dispatch.wanted:
             try_kernels(dispatch.wanted)
-        is_new = len(dispatch.verdicts) + len(dispatch.served) > known
+        is_new = len(dispatch.verdicts) + len(dispatch.served) > count
         self.is_cold = is_new or (self._graphs is not None and self._graphs.is_cold)
         return logits
 

@@ -45,14 +45,14 @@ def try_kernels(wanted: MutableMapping[KernelVariant, None]) -> None:
             machine = describe_machine(device)
             name = xxhash.xxh3_64_hexdigest(json.dumps(machine, sort_keys=True).encode())
             path = user_cache_path("lookahead", appauthor=False) / "kernels" / f"{name}.json"
-            known = _read_verdicts(path)
-            new = [variant for variant in asked if variant.name not in known]
+            entries = _read_verdicts(path)
+            new = [variant for variant in asked if variant.name not in entries]
             if new:
                 _log.info("%d kernels are tested on %s, once for this machine", len(new), machine["gpu"])
-                known |= {variant.name: verdict for variant, verdict in zip(new, run_tests(new), strict=True)}
-                _write_verdicts(path, machine, known)
+                entries |= {variant.name: verdict for variant, verdict in zip(new, run_tests(new), strict=True)}
+                _write_verdicts(path, machine, entries)
             for variant in asked:
-                verdict = verdicts[variant] = known[variant.name]
+                verdict = verdicts[variant] = entries[variant.name]
                 if verdict.problem:
                     _log.warning("the kernel for %s is not used on %s: %s", variant.name, device, verdict.problem)
 
@@ -77,7 +77,7 @@ def run_tests(variants: Sequence[KernelVariant]) -> list[Verdict]:
     verdicts: list[Verdict] = []
     while len(verdicts) < len(variants):
         left = variants[len(verdicts) :]
-        command = [sys.executable, "-m", SELF_TEST, json.dumps([each.to_json() for each in left])]
+        command = [sys.executable, "-m", SELF_TEST, json.dumps([variant.to_json() for variant in left])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         patience_s = PATIENCE_S * (1 + len(left))
         try:
@@ -90,9 +90,9 @@ def run_tests(variants: Sequence[KernelVariant]) -> list[Verdict]:
         except OSError as error:
             unstarted = Verdict(f"no process can be started for its test: {one_line(error)}", is_lasting=False)
             return verdicts + [unstarted] * len(left)
-        found = [*filter(None, map(_parse, lines.splitlines()))]
-        verdicts += found[: len(left)]
-        if len(verdicts) < len(variants) and (code or not found):
+        results = [*filter(None, map(_parse, lines.splitlines()))]
+        verdicts += results[: len(left)]
+        if len(verdicts) < len(variants) and (code or not results):
             # A signal is the kernel's fault; a lack of host memory or a missing package may be temporary.
             verdicts.append(Verdict(problem, is_lasting=code < 0 and code != -signal.SIGKILL))
     return verdicts
@@ -116,12 +116,12 @@ def _read_verdicts(path: Path) -> dict[str, Verdict]:
         return {}
 
 
-def _write_verdicts(path: Path, machine: dict[str, str], known: dict[str, Verdict]) -> None:
+def _write_verdicts(path: Path, machine: dict[str, str], verdicts: dict[str, Verdict]) -> None:
     """Add the lasting verdicts to the file, and keep those of other processes.
 
     If the folder is not writable, every process tests again.
     """
-    lasting = {name: verdict for name, verdict in known.items() if verdict.is_lasting}
+    lasting = {name: verdict for name, verdict in verdicts.items() if verdict.is_lasting}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
