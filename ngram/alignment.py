@@ -115,7 +115,7 @@ def _offer(occurrences, count, number, position, agreed, at, gap, fared):
 
 @jit_inline
 def _insert(occurrences, count, number, position, agreed, place, worth):
-    """Insert a place into `found`, sorted by descending worth; returns the number of places."""
+    """Insert a place into `occurrences`, sorted by descending worth; returns the number of places."""
     if count == MOST_ALIGNED:
         if occurrences[count - 1]["worth"] >= worth:
             return count

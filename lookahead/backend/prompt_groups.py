@@ -81,7 +81,7 @@ def _longer(
 ) -> tuple[int, int]:
     """The text, numbered from `first`, that shares the longest beginning with a prompt, and its tokens.
 
-    -1 and `held` if no text shares enough more than `held` tokens.
+    -1 and `tokens` if no text shares enough more than these.
     """
     shared = [
         min(alike(shared_tokens(prompt, other), len(other), len(prompt)), len(prompt) - fewest) for other in others
