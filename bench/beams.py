@@ -1,11 +1,9 @@
 """Beam search: whether its sequences equal those of `model.generate`, and how long both take.
 
     python -m bench.beams --model DIR --prompts spec_bench.jsonl --dtype bf16
-    python -m bench.beams --encoder-decoder
 
 A model searches on one core, with transformers and lookahead in turn on every prompt, in rotating order. A difference
-ends the run in fp32, and in bf16 if rows keep their bits. `--encoder-decoder` uses a model of BART-base's shape with
-random weights, and inputs of 700 tokens. Seconds are of whole searches, prompts read too.
+ends the run in fp32, and in bf16 if rows keep their bits. Seconds are of whole searches, prompts read too.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
+from transformers import PreTrainedModel
 
 import lookahead
 from bench.command import in_turn, parser_of, publish, setting_of, stay_on_cores
@@ -45,7 +43,7 @@ def compare(
         if is_exact and not is_same:
             sys.exit(f"prompt {i}: lookahead found another sequence than transformers; nothing is reported")
         difference = float((ours.sequences_scores - theirs.sequences_scores).abs().max()) if is_same else None
-        new = theirs.sequences.shape[1] - (0 if model.config.is_encoder_decoder else ids.shape[1])
+        new = theirs.sequences.shape[1] - ids.shape[1]
         row = {"prompt_tokens": ids.shape[1], "new_tokens": new, "identical": is_same, "score_difference": difference}
         rows.append(row | seconds)
         speed = seconds[THEIRS]["cpu"] / seconds[OURS]["cpu"]
@@ -66,22 +64,11 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def bart_base() -> PreTrainedModel:
-    """A model of the shape of facebook/bart-base with random weights; the config's defaults are bart-large."""
-    config = BartConfig(
-        d_model=768, encoder_layers=6, decoder_layers=6, encoder_attention_heads=12, decoder_attention_heads=12,
-        encoder_ffn_dim=3072, decoder_ffn_dim=3072, vocab_size=50265, forced_eos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model: PreTrainedModel = BartForConditionalGeneration(config).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, model=DEFAULT_MODEL, dtype="fp32", core=True)
-    parser.add_argument("--encoder-decoder", action="store_true", help="a model of BART-base's shape instead")
-    parser.add_argument("--prompts", type=Path, help="JSON lines with a category, as Spec-Bench has them")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="JSON lines with a category, as Spec-Bench has them"
+    )
     parser.add_argument("--categories", default="summarization,rag", help="comma separated")
     parser.add_argument("--limit", type=int, default=3, help="prompts of a category")
     parser.add_argument("--offset", type=int, default=0, help="prompts of each category to leave out")
@@ -89,17 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     arguments = parser.parse_args(argv)
     stay_on_cores(arguments.core)
-    if arguments.encoder_decoder:
-        model, arguments.model = bart_base(), "BART-base's shape, random weights"
-        prompts = [torch.randint(5, 50265, (1, 700)) for _ in range(arguments.limit)]
-    elif arguments.prompts is None:
-        parser.error("--prompts is missing")
-    else:
-        model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
-        prompts = []
-        for category in arguments.categories.split(","):
-            texts = list(read_texts(arguments.prompts, "turns", category))[arguments.offset :]
-            prompts += [as_chat(text, tokenizer) for text in texts[: arguments.limit]]
+    model, tokenizer = load(arguments.model, dtype=arguments.dtype, device="cpu")
+    prompts = []
+    for category in arguments.categories.split(","):
+        texts = list(read_texts(arguments.prompts, "turns", category))[arguments.offset :]
+        prompts += [as_chat(text, tokenizer) for text in texts[: arguments.limit]]
     if not prompts:
         parser.error(f"--categories {arguments.categories}: no prompt of {arguments.prompts} is of these")
     shared = {"num_beams": arguments.num_beams, "max_new_tokens": arguments.max_new_tokens, "do_sample": False}

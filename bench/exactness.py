@@ -1,7 +1,7 @@
 """Whether tokens equal `model.generate`: every family, adversarial drafts, greedy and sampled, ragged prompts.
 
     python -m bench.exactness
-    python -m bench.exactness --families Llama,Bloom --prompts squality_dev.jsonl --field document
+    python -m bench.exactness --families Llama,Bloom
     python -m bench.exactness --encoder-decoders
     python -m bench.exactness --model FOLDER --prompts spec_bench.jsonl --field turns --limit 6
 
@@ -9,14 +9,12 @@ In fp32 every output must be the same, seed for seed; the command fails and name
 pass over several tokens rounds differently from a pass over one, unless every node attends alone. Models that pass
 lookahead's own check of bits must give the same outputs too. For the others the command reports the share of prompts
 that diverge from greedy decoding, and the gap of the two likeliest logits there. With `proposers=()` no prompt may
-diverge. `--prompts` adds the tests' summarizer on real passages, in fp32 and
-bf16. `--model` compares only that model, in bf16, on prompts spread over the file. At the end real prompts are also
-decoded together, and each must give the same tokens as alone.
+diverge. `--model` compares only that model, on prompts spread over the file; they are also decoded together, and each
+must give the same tokens as alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +30,10 @@ from transformers import PreTrainedModel
 
 import lookahead
 from bench.command import parser_of, publish, use_one_thread
-from bench.prompts import SUMMARIZER, agreed, as_chat, cut_documents, read_texts
+from bench.prompts import agreed, as_chat, read_texts
 from lookahead import LookaheadConfig
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.loading.loading import LoadedModel, load
-from lookahead.summarization.prompting import Prompting
 from tests.support.adversarial_proposers import always_wrong, drafting_by, nothing, perfect
 from tests.support.families import ENCODER_DECODERS, FAMILIES, Family, build
 from tests.support.stateful import DoneTracker, Grammar, calls_of
@@ -196,26 +193,29 @@ def stateful_outcome(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; returns 1 if any fp32 output differs."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, dtype="bf16")
     parser.add_argument("--families", help="names, comma separated; all when left out")
     parser.add_argument("--encoder-decoders", action="store_true", help="those rows instead of the causal models")
-    parser.add_argument("--model", help="a folder: decoding with it in bf16, greedy and sampled, and nothing else")
+    parser.add_argument("--model", help="a folder: decoding with it in --dtype, greedy and sampled, and nothing else")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="of --model")
-    parser.add_argument("--prompts", type=Path, help="real documents for the tests' summarizer, or prompts for --model")
-    parser.add_argument("--field", default="document", help="field of a .jsonl file of documents")
-    parser.add_argument("--limit", type=int, default=50, help="passages")
+    parser.add_argument(
+        "--prompts", type=Path, help="a .jsonl file of prompts for --model, or a text file of one a line"
+    )
+    parser.add_argument("--field", default="turns", help="of a line")
+    parser.add_argument("--limit", type=int, default=50, help="prompts")
     arguments = parser.parse_args(argv)
     use_one_thread()
     warnings.simplefilter("ignore", UserWarning)
     if arguments.model:
         if arguments.prompts is None:
             parser.error("--model needs --prompts")
-        loaded = load(arguments.model, dtype="bf16", device="cpu")
+        loaded = load(arguments.model, dtype=arguments.dtype, device="cpu")
         texts = list(read_texts(arguments.prompts, arguments.field))
         chosen = texts[:: max(1, len(texts) // arguments.limit)][: arguments.limit]
         prompts = [as_chat(text, loaded.tokenizer) for text in chosen]
         figures, failures = check_prompts(loaded, prompts, arguments.max_new_tokens)
-        publish({"model": Path(arguments.model).name, "bf16": figures, "failures": failures}, arguments.output)
+        report = {"model": Path(arguments.model).name, arguments.dtype: figures, "failures": failures}
+        publish(report, arguments.output)
         return 1 if failures else 0
     table = ENCODER_DECODERS if arguments.encoder_decoders else FAMILIES
     names = arguments.families.split(",") if arguments.families else list(table)
@@ -231,25 +231,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             model = build(family).to(torch.bfloat16)
             for row in ROWS:
                 half.compare(model, torch.tensor([row]), max_new_tokens=NEW_TOKENS)
-    report: dict[str, Any] = {"families": len(names), "fp32": {"runs": runs, "identical": runs - len(failures)}}
+    report = {"families": len(names), "fp32": {"runs": runs, "identical": runs - len(failures)}}
     report["bf16"] = half.report()
     failures += half.failures("tiny")
-    if arguments.prompts:
-        loaded = {dtype: load(SUMMARIZER, dtype=dtype, device="cpu") for dtype in ("fp32", "bf16")}
-        prompts = passages(loaded["fp32"].tokenizer, arguments)
-        found = {dtype: check_prompts(model, prompts, 200) for dtype, model in loaded.items()}
-        report["summarizer"] = {dtype: each for dtype, (each, _) in found.items()}
-        failures += [failure for _, differing in found.values() for failure in differing]
     publish(report | {"failures": failures}, arguments.output)
     return 1 if failures else 0
-
-
-def passages(tokenizer: Any, arguments: argparse.Namespace) -> list[torch.Tensor]:
-    """Prompts for the tests' summarizer: passages of real documents."""
-    prompting, texts = Prompting(tokenizer), list(read_texts(arguments.prompts, arguments.field))
-    documents = cut_documents(texts, tokenizer, limit=arguments.limit, shortest=200, longest=700)
-    rendered = [prompting.render(prompting.clean(document)) for document in documents]
-    return [tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids for text in rendered]
 
 
 def check_prompts(

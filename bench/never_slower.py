@@ -128,9 +128,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,4,16")
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--texts", default="shuffled,novel", help="of shuffled and novel")
-    parser.add_argument(
-        "--pairs", type=int, default=6, help="timed pairs of batches of a case; one more batch warms up"
-    )
+    parser.add_argument("--pairs", type=int, default=6, help="timed pairs of batches; one more batch warms up")
     parser.add_argument("--control", action="store_true", help="plain decoding in place of lookahead")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -6,15 +6,14 @@ A text is read as a prompt up to some length, then decoded one token per step, a
 includes all inputs of a target pass: candidates are found and scored, and at most 32 become a tree as in the engine,
 with its ancestor masks and positions. `propose` drafts from the n-grams of the request. `mixture` also drafts from the
 n-grams of an earlier text of the same length, and from recycled logits, of which every node of every tree leaves eight
-successors. `append_bulk_us` is the time per prompt token, `append_us` the time of a call with one new token. One thread
-is used. `step` is the CPU time of whole steps of the engine without their pass and without reading its logits.
+successors. `append_us` is the time per prompt token. One thread is used. `step` is the CPU time of whole steps of the
+engine without their pass and without reading its logits.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -105,20 +104,15 @@ def time_steps(config: LookaheadConfig, prompts: int = 180) -> dict[str, float]:
 
 
 def measure(text: IntArray, length: int, steps: int) -> dict[str, Any]:
-    minimum, memory, index = LookaheadConfig().min_probability, Memory(), ChainIndex()
+    minimum, memory = LookaheadConfig().min_probability, Memory()
     memory.outputs.append(text[-length:])
     alone = NgramProposer(["prompt"], min_probability=minimum)
     mixture = NgramProposer(["prompt", "outputs", "recycled"], memory, min_probability=minimum)
-    bulk = [seconds_of(lambda: ChainIndex().append(text[:length]), time.perf_counter) for _ in range(5)]
-    index.append(text[:length])
-    ends = range(length, length + steps)
-    single = [seconds_of(partial(index.append, text[end : end + 1]), time.perf_counter) for end in ends]
+    appends = [seconds_of(lambda: ChainIndex().append(text[:length]), time.perf_counter) for _ in range(5)]
     return {
         "propose": time_proposals(alone, text, length, steps, recycles=False),
         "mixture": time_proposals(mixture, text, length, steps, recycles=True),
-        "append_bulk_us": round(1e6 * median(bulk) / length, 4),
-        "append_us": round(1e6 * median(single), 3),
-        "bytes_per_token": round(sum(array.nbytes for array in index.state[:3]) / len(index), 1),
+        "append_us": round(1e6 * median(appends) / length, 4),
     }
 
 

@@ -18,7 +18,6 @@ SUMMARIZER = "tests/models/summarizer"
 ELSEWHERE = {"ablation", "fuzz", "kernel", "llm", "llm_peers", "tables"}
 RUNS = {
     "beams": f"--model {SUMMARIZER} --prompts {{prompts}} --categories qa --limit 1 --max-new-tokens 6",
-    "beams --encoder-decoder": "--encoder-decoder --limit 1 --max-new-tokens 3",
     "exactness": "--families Llama",
     "exactness --model": f"--model {SUMMARIZER} --prompts {{prompts}} --field text --limit 1 --max-new-tokens 6",
     "job": "--documents 4 --longest 200 --max-new-tokens 40",
