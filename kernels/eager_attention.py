@@ -22,7 +22,7 @@ from torch import Tensor
 from lookahead.kernels.attention_rows import shallowest
 from lookahead.kernels.jobs import Job, claim_part
 from lookahead.kernels.microkernel import FEATURES, LANES, ROWS, tile_of
-from lookahead.kernels.scalars import fma, jit_part, narrow, widen
+from lookahead.kernels.scalars import fma, jit_part, narrow, scaled, widen
 from lookahead.kernels.shuffles import pair_rows, transpose
 from lookahead.kernels.weighted_sums import COLUMNS, HAS_PAIRS, peak_of_line
 from lookahead.utils.addresses import array_at
@@ -223,12 +223,7 @@ def _exponential(x):
     for i in range(1, 6):
         series = fma(series, rest, _SERIES[i])
     series = _F(1.0) + fma(rest * rest, series, rest)
-    power = np.int32(whole)
-    first = np.int32(power >> np.int32(1))
-    second = np.int32(power - first)
-    scaled = series * np.int32((first + np.int32(127)) << np.int32(23)).view(np.float32)
-    scaled *= np.int32((second + np.int32(127)) << np.int32(23)).view(np.float32)
-    return _F(0.0) if x < _SMALLEST else scaled
+    return _F(0.0) if x < _SMALLEST else scaled(series, whole)
 
 
 @jit_part

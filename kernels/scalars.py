@@ -79,6 +79,15 @@ def fma(context: Any, x: Any, y: Any, z: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), emit
 
 
+@jit_part
+def scaled(number, power):
+    """A number times a power of 2, in two factors: the power alone may not be a normal float32."""
+    first = np.int32(np.int32(power) >> np.int32(1))
+    second = np.int32(np.int32(power) - first)
+    number *= np.int32((first + np.int32(127)) << np.int32(23)).view(np.float32)
+    return number * np.int32((second + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def _exp_parts(x):
     """An exponent of 2, and the factor on that power."""
@@ -99,13 +108,7 @@ def exp(x):
     Source: Moshier 1989, "Methods and Programs for Mathematical Functions", the polynomial of Cephes' expf.
     """
     whole, series = _exp_parts(_LARGEST if x > _LARGEST else x)
-    # The power of 2 in two factors: for the largest and the smallest results it is not a normal float32.
-    power = np.int32(whole)
-    first = np.int32(power >> np.int32(1))
-    second = np.int32(power - first)
-    scaled = series * np.int32((first + np.int32(127)) << np.int32(23)).view(np.float32)
-    scaled *= np.int32((second + np.int32(127)) << np.int32(23)).view(np.float32)
-    return _F(0.0) if x < _SMALLEST else scaled
+    return _F(0.0) if x < _SMALLEST else scaled(series, whole)
 
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
