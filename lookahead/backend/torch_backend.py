@@ -348,10 +348,6 @@ class TorchBackend:
         names, dtype = (type(self).__name__, type(self._model).__name__), str(self._model.dtype).removeprefix("torch.")
         return BackendReport(*names, tuple(paths), policy.value, dtype)
 
-    def _reads_by_kernel(self) -> bool:
-        """Whether a kernel may replace the attention of prompts that the model would read by itself."""
-        return False
-
     def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
         """One pass of the model; returns the logits of all columns, or only of `tree_pass.keep`."""
         inputs, is_plain, keeps = self._inputs, self.cache.slots.is_plain, len(tree_pass.keep) > 0
@@ -361,7 +357,7 @@ class TorchBackend:
             keep = tree_pass.keep if self._device.type == "cpu" else tree_pass.keep.tolist()
             options["logits_to_keep"] = 1 if is_plain else keep
         scope: AbstractContextManager[None] = nullcontext()
-        by_kernel = self._has_copies or (is_plain and self._reads_by_kernel())
+        by_kernel = self._has_copies or tree_pass.reads_by_kernel
         if is_plain and tree_pass.is_prefill and self._scope is not None and by_kernel:
             scope = self._scope.running(partial(attend_alone, as_whole=self._has_copies))
         elif self._takes_masks and not is_plain:

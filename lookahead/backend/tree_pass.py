@@ -78,6 +78,7 @@ class TreePass:
         self.prefix = min(self._starts) if trees else 0  # first slots that all nodes see
         self.sees_all = is_one and all(int(tree.depths[-1]) == len(tree) - 1 for tree in trees)  # needs no mask
         self.cross: Any = None  # attention to what an encoder has read
+        self.reads_by_kernel = False  # a kernel may replace the attention of a prompt that the model reads by itself
         self._biased: tuple[Tensor, Tensor] | None = None  # the newest bias, and the mask with it
         self.kernels: dict[Hashable, Callable[..., Any] | None] = {}  # by shapes; None for torch's own kernel
         self.unserved: set[str] = set()  # why layers had no kernel on a GPU; holds an empty string if some had one

@@ -169,11 +169,6 @@ class CpuBackend(TorchBackend):
         is_usual = self._takes_rows and not (self._why_apart or self._runs_own_code or any(self._windows))
         return is_usual and self._is_sharing()
 
-    def _reads_by_kernel(self) -> bool:
-        is_served = self._takes_rows and thread.running is not None and not (self._why_apart or self._runs_own_code)
-        is_long = self.cache.slots.width >= prompt_attention.FEWEST
-        return is_served and is_long and not (self._inputs.has_cross or any(self._windows))
-
     def _forward(self, tree_pass: TreePass, policy: BitPolicy) -> Tensor:
         if self._rows > 1 and policy is BitPolicy.ROUNDED:
             policy = BitPolicy.BATCH  # passes that `model.generate` would also run have its bits
@@ -195,6 +190,10 @@ class CpuBackend(TorchBackend):
                 self.is_ragged = given is not None
                 self.ragged_nodes = whole.most_nodes if isinstance(whole, WholePass) else 0
             if given is None:
+                is_usual = by_kernels and self._takes_rows and not (self._why_apart or any(self._windows))
+                is_long = self.cache.slots.width >= prompt_attention.FEWEST
+                is_served = seen is not None and not self._inputs.has_cross
+                tree_pass.reads_by_kernel = is_usual and is_long and is_served
                 logits = super()._forward(tree_pass, policy)
             else:
                 logits, self.hidden = given

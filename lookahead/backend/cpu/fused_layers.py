@@ -206,13 +206,10 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
     return layer
 
 
-def takes(x: Tensor, norm: Norm, experts: Experts | None = None) -> bool:
-    """Whether this thread scores nodes, and fused layers accept their hidden states, `[rows, tokens, size]`."""
-    mode = thread.running
+def _takes(mode: CpuPass, x: Tensor, norm: Norm, experts: Experts | None = None) -> bool:
+    """Whether fused layers accept the hidden states of nodes, `[rows, tokens, size]`."""
     return (
-        mode is not None
-        and not mode.is_prompt  # whose time is that of products
-        and x.numel() > 0
+        x.numel() > 0
         # By its own code a mixture has other bits for several rows than for one.
         and (x.numel() <= mode.most_elements or (experts is not None and _keeps_bits(mode)))
         and not torch.compiler.is_compiling()
@@ -228,7 +225,8 @@ def _keeps_bits(mode: CpuPass) -> bool:
 
 def _norm_forward(norm: Norm, x: Tensor) -> Tensor:
     """The norm's `forward`, as one kernel call for a few tokens on a thread that runs a pass."""
-    if not takes(x, norm):
+    mode = thread.running
+    if mode is None or mode.is_prompt or not _takes(mode, x, norm):
         own: Tensor = type(norm.module).forward(norm.module, x)
         return own
     out = torch.empty_like(x)
@@ -238,6 +236,9 @@ def _norm_forward(norm: Norm, x: Tensor) -> Tensor:
 
 def _layer_forward(layer: DeclaredLayer, *args: Any, **kwargs: Any) -> Any:
     """The layer's `forward`, fused for a few tokens on a thread that runs a pass."""
+    mode = thread.running
+    if mode is None or mode.is_prompt:  # whose time is that of products
+        return type(layer.module).forward(layer.module, *args, **kwargs)
     if layer.family.beside and len(args) > 1:
         hidden, kwargs[layer.family.beside], *more = args
         args = hidden, *more
@@ -247,7 +248,7 @@ def _layer_forward(layer: DeclaredLayer, *args: Any, **kwargs: Any) -> Any:
     if reach is not None and (places is None or int(places.max()) >= reach):
         return type(layer.module).forward(layer.module, *args, **kwargs)
     # A cache under another name would be ignored.
-    if len(args) != 1 or not has_positions or cache is None or not takes(args[0], layer.norms[0], layer.experts):
+    if len(args) != 1 or not has_positions or cache is None or not _takes(mode, args[0], layer.norms[0], layer.experts):
         return type(layer.module).forward(layer.module, *args, **kwargs)
     return _fused(layer, args[0], **kwargs)
 
