@@ -59,10 +59,11 @@ class Others:
 OTHERS, BRANCH = 1, 2  # the bits of their nodes
 
 
-def controller_of(size: BranchSize | None = SIZE, node_budget: int = BUDGET) -> tuple[Controller, LookaheadBranch]:
-    branch = LookaheadBranch(size)
-    proposers: Any = [Others(), JacobiProposer(size or SIZE, branch)]
-    return Controller(StepCost(), DraftingBudget(), branch, proposers, node_budget=node_budget), branch
+def controller_of(node_budget: int = BUDGET, *, has_branch: bool = True) -> tuple[Controller, LookaheadBranch]:
+    branch = LookaheadBranch(SIZE)
+    proposers: Any = [Others(), JacobiProposer(SIZE, branch)]
+    decided = branch if has_branch else None
+    return Controller(StepCost(), DraftingBudget(), decided, proposers, node_budget=node_budget), branch
 
 
 def record_of(own_nodes: int, nodes: int, own: float, tokens: float, host_s: float, step_s: float) -> StepRecord:
@@ -82,14 +83,14 @@ class Machine:
     own_nodes: int = 1
     own_tokens: float = 1.0
     host: float = 0.01
-    size: BranchSize | None = SIZE
+    has_branch: bool = True
     seconds: float = 0.0
     without_branch: float = 0.0  # what the same tokens would have taken
     on: list[bool] = field(default_factory=list)
     longest: float = 0.0
 
     def __post_init__(self) -> None:
-        self.controller, self.branch = controller_of(self.size)
+        self.controller, self.branch = controller_of(has_branch=self.has_branch)
 
     def step(self, added: float) -> None:
         """One step; a branch that is on adds so many tokens to it."""
@@ -157,7 +158,7 @@ def test_where_it_never_adds_anything_it_costs_no_more_than_its_share(node_cost:
 @settings(max_examples=examples(30))
 def test_whatever_steps_cost_and_the_branch_adds_the_time_lost_is_bounded(node_cost, width, host, own, pattern) -> None:
     machine = Machine(flat_to(width, node_cost), *own, host=host)
-    without = Machine(flat_to(width, node_cost), *own, host=host, size=None)
+    without = Machine(flat_to(width, node_cost), *own, host=host, has_branch=False)
     for _, added in zip(range(800), cycle(pattern), strict=False):
         machine.step(added)
         without.step(0.0)

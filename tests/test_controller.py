@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.budget import CAP, OVERDRAFT, REFILL, START, DraftingBudget
 from lookahead.drafting.controller import Controller, StepRecord
 from lookahead.drafting.cost_model import StepCost
@@ -288,7 +287,7 @@ def test_a_node_is_worth_more_than_its_tokens_where_a_source_learns_from_it(teac
     cost, budget = StepCost(), DraftingBudget()
     budget.record_plain(1)  # the first step is plain
     cost.calibrate([1, 33], [1.0, 1.1], rows=1, context=0)
-    plan = controller_of(cost, budget, branch=LookaheadBranch(None, teaches=teaches)).plan([100], 100)
+    plan = controller_of(cost, budget, teaches=teaches).plan([100], 100)
     assert (plan.node_bonus_tokens > 0.0) == teaches
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lookahead.config import LookaheadConfig
 from lookahead.decoding.assembly import ProposerState, make_proposers
-from lookahead.drafting.branch import LookaheadBranch
 from lookahead.drafting.proposal import Call, Feedback, Proposal
 from lookahead.ngram.hit_rates import HitRates
 from lookahead.proposers.ngram import Memory, NgramProposer
@@ -327,7 +326,7 @@ def test_predictions_are_a_source_wherever_drafts_are_not_drawn(
         by_rejection=by_rejection, warp=warp, predicts=predicts,
     )  # fmt: skip
     config = LookaheadConfig(proposers=proposers)
-    made = make_proposers(config, ProposerState(), None, call, LookaheadBranch(None))
+    made = make_proposers(config, ProposerState(), None, call)
     expected = [each if isinstance(each, str) else "silent" for each in proposers]
     sources = [name for each in made for name in each.sources]
     assert sorted(sources) == sorted([*expected, *(["prediction"] if named and predicts else [])])

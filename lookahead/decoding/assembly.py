@@ -190,13 +190,10 @@ def _drafting(
     model, learned = call.model, state_of(call.model).learned
     pool = pool_of(config, vocabulary=call.vocab_size) if config.pool is not None else None
     with learned.lock:
-        size = config.branch_size if config.decides_branch and not call.is_chain else None  # the branch is a tree
-        branch = LookaheadBranch(
-            size,
-            learned.branch[size, tuple(name for name in config.proposers if isinstance(name, str))],
-            max_nodes=config.max_nodes or MAX_NODES_LIMIT,
-            teaches="recycled" in config.proposers,
-        )
+        branch, teaches = None, "recycled" in config.proposers
+        if config.decides_branch and (size := config.branch_size) is not None:
+            states = learned.branch[size, tuple(name for name in config.proposers if isinstance(name, str))]
+            branch = LookaheadBranch(size, states, max_nodes=config.max_nodes or MAX_NODES_LIMIT, teaches=teaches)
         proposers = make_proposers(config, learned.of(ProposerState, ProposerState), pool, call, branch, memory)
         plan = plan_of(model)
         learned.cost.node_cost = plan.part("node cost", plan.form, partial(node_cost, model))
@@ -209,8 +206,17 @@ def _drafting(
         proposers = proposers if tp_group.leads else []
     if not proposers or config.draft != "auto":
         return proposers, None
-    limits = {"is_padded": is_padded, "runs_to_limit": runs_to_limit, "by_rejection": call.by_rejection}
-    controller = Controller(learned.cost, learned.budget, branch, proposers, node_budget=call.max_nodes, **limits)
+    controller = Controller(
+        learned.cost,
+        learned.budget,
+        None if call.is_chain else branch,  # which is a tree
+        proposers,
+        node_budget=call.max_nodes,
+        is_padded=is_padded,
+        runs_to_limit=runs_to_limit,
+        teaches=teaches,
+        by_rejection=call.by_rejection,
+    )
     return proposers, controller
 
 
@@ -219,7 +225,7 @@ def make_proposers(
     learned: ProposerState,
     pool: Pool | None,
     call: Call,
-    branch: LookaheadBranch,
+    branch: LookaheadBranch | None = None,
     request: Memory | None = None,
 ) -> list[Proposer]:
     """The proposers of a configuration: first the named ones, then those of its factories.
@@ -229,7 +235,7 @@ def make_proposers(
         learned: The learned state for the model, which the proposers update.
         pool: The pool, in token ids of the model; None without one.
         call: The call that they are made for.
-        branch: Turns the lookahead branch on and off, unless it always runs.
+        branch: Turns the lookahead branch on and off; None if it always runs.
         request: The memory of `memory="request"`, shared by the calls of one request; None for an empty one.
 
     Raises:
@@ -249,8 +255,7 @@ def make_proposers(
         sources = [*mixed, PREDICTION] if predicts else mixed
         made.append(NgramProposer(sources, memory, rates, pool, min_probability=least))
     if "jacobi" in config.proposers and config.branch_size is not None:
-        decided, rates = branch if config.decides_branch else None, learned.jacobi
-        made.append(JacobiProposer(config.branch_size, decided, rates=rates))
+        made.append(JacobiProposer(config.branch_size, branch, rates=learned.jacobi))
     for factory in config.proposers:
         if factory == "self":
             factory = plugin_for("proposer", "self").of(call.model)

@@ -12,8 +12,8 @@ from lookahead.drafting.sizes import MAX_NODES_LIMIT, BranchSize
 from lookahead.drafting.tree import IntArray, TokenTree, without_sources
 
 _EXPECTED_GAIN = 0.27  # expected tokens per step of an untried branch, per doubling of the window
-_TEACHING_GAIN = 0.012  # additional worth of a verified node in tokens, if a source learns from its logits
-_WINDOW_SHARE = 1 / 3  # share of `_TEACHING_GAIN` for a node of the window
+TEACHING_GAIN = 0.012  # additional worth of a verified node in tokens, if a source learns from its logits
+_WINDOW_SHARE = 1 / 3  # share of `TEACHING_GAIN` for a node of the window
 _HYSTERESIS = 1.03  # predicted speedup required to switch
 _REVIEW_EVERY = 16  # steps between two reviews
 _SLOW = 1 / 64  # EMA rate
@@ -67,7 +67,7 @@ class LookaheadBranch:
 
     def __init__(
         self,
-        size: BranchSize | None,  # None if the branch cannot run
+        size: BranchSize,
         states: dict[int, BranchState] | None = None,  # learned earlier for the model, by batch size
         *,
         max_nodes: int = MAX_NODES_LIMIT,  # of a draft with the branch, without the root
@@ -79,8 +79,7 @@ class LookaheadBranch:
         self._states = states if states is not None else {}
         self._state: BranchState  # of the number of rows, from `rest` on
         self._max_nodes = max_nodes
-        self.teaching = _TEACHING_GAIN if teaches else 0.0  # worth of a verified node in tokens, accepted or not
-        self.can_run = size is not None
+        self._teaching = TEACHING_GAIN if teaches else 0.0  # worth of a verified node in tokens, accepted or not
         self.bits = 0  # bits of its source in a tree, set by the controller
 
     def rest(self, rows: int) -> None:
@@ -105,7 +104,7 @@ class LookaheadBranch:
 
     def nodes_beside(self, nodes: int) -> int:
         """Maximum nodes of the coming draft, given the maximum without the branch."""
-        return min(nodes + self._size.nodes, self._max_nodes) if self._size is not None and self.is_on else nodes
+        return min(nodes + self._size.nodes, self._max_nodes) if self.is_on else nodes
 
     def record(
         self, verified: Sequence[tuple[TokenTree, IntArray]], tokens: Sequence[int], nodes: int, costs: FloatArray
@@ -121,7 +120,7 @@ class LookaheadBranch:
         state.steps += 1
         state.nodes.add(own_nodes)
         state.tokens.add(own_tokens)
-        if self._size is None or not is_on:
+        if not is_on:
             ratio = state.gain_ratio.value
             state.gain_ratio.value = max(ratio, ratio + _FORGET * (1.0 - ratio))
             if not state.budget.is_proven:  # a trial may lose no more after a long time off
@@ -141,14 +140,13 @@ class LookaheadBranch:
         Beyond the measured nodes the cost is the highest measured one; a single step corrects it.
         """
         state, size, nodes = self._state, self._size, round(self._state.nodes.value)
-        assert size is not None
         # Nodes that the branch adds to a tree: guesses share prefixes, and unlikely ones are dropped.
         whole = nodes + size.window_nodes + size.guesses
         costs = curve(whole)
         costs = costs / costs[1]
         without = state.tokens.value / costs[nodes] * (1.0 if state.is_on else _HYSTERESIS)
         tokens = state.tokens.value + state.gain_ratio.value * _expected_gain(size)
-        tokens += _WINDOW_SHARE * self.teaching * size.window_nodes
+        tokens += _WINDOW_SHARE * self._teaching * size.window_nodes
         rate = tokens / (costs[max(nodes, min(whole, measured))] + state.host.value)
         return bool(rate * (_HYSTERESIS if state.is_on else 1.0) > without)
 

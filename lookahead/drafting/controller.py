@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lookahead.drafting.branch import LookaheadBranch
+from lookahead.drafting.branch import TEACHING_GAIN, LookaheadBranch
 from lookahead.drafting.budget import DraftingBudget
 from lookahead.drafting.cost_model import FloatArray, StepCost, padded_nodes
 from lookahead.drafting.proposal import IntArray, Proposer
@@ -87,12 +87,13 @@ class Controller:
 
     cost: StepCost
     budget: DraftingBudget
-    branch: LookaheadBranch = field(default_factory=lambda: LookaheadBranch(None))
+    branch: LookaheadBranch | None = None  # None if costs do not decide whether it runs
     proposers: Sequence[Proposer] = ()  # in the order of their sources' bits
     _: KW_ONLY
     node_budget: int  # of a draft without the lookahead branch and the root
     is_padded: bool = False  # trees are padded to a few sizes
     runs_to_limit: bool = False  # nothing ends a row before its limit
+    teaches: bool = False  # a source learns from the logits at all nodes
     by_rejection: bool = False  # all drawn nodes must be verified, so that a draft cannot be sized
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class Controller:
             first += len(proposer.sources)
             if hasattr(proposer, "settle"):
                 self._budgeted[bits] = proposer
-            elif proposer.sources == ("jacobi",):
+            elif self.branch is not None and proposer.sources == ("jacobi",):
                 self.branch.bits = bits
         self._curve = self._padded_curve if self.is_padded else self.cost.curve
         self.budget.begin_output()
@@ -116,7 +117,7 @@ class Controller:
         """
         rows, branch = len(left), self.branch
         plain = StepPlan(rows, context)
-        if branch.can_run:
+        if branch is not None:
             branch.rest(rows)
         prices = self.budget.prices(rows)
         if prices is None or not self.cost.knows(rows, context):
@@ -124,7 +125,7 @@ class Controller:
         if self.by_rejection and not self.budget.verifies(rows, 1.0):
             return plain
         nodes = self.node_budget
-        if branch.can_run:
+        if branch is not None:
             branch.choose(partial(self._curve, rows, context=context), self.cost.measured(rows, context))
             nodes = branch.nodes_beside(nodes)
         if nodes == 0:
@@ -136,13 +137,14 @@ class Controller:
             p_runs_to_limit = 0.0 if is_refilled else 1.0 if self.runs_to_limit else _P_RUNS_TO_LIMIT
             value = BatchValue.of(left, self.cost.plain(rows, context), p_runs_to_limit)
             most_at_risk = min(most_at_risk, _LONGEST - 1.0)
-        plain_s = float(curve[1])
+        plain_s, has_branch = float(curve[1]), branch is not None and branch.is_on
         affordable = _add_costs_of_drafts(curve, proposing, most_at_risk)
-        nodes = nodes if branch.is_on else affordable
+        nodes = nodes if has_branch else affordable
         if ragged_nodes:  # a row may use nodes that others do not need
             ragged_nodes = max(rows, min(ragged_nodes, rows * (nodes + 1)))
             nodes = max(nodes, min(nodes * rows, self.node_budget))
-        return StepPlan(rows, context, True, nodes, curve, plain_s, value, branch.is_on, branch.teaching, ragged_nodes)
+        bonus = TEACHING_GAIN if self.teaches else 0.0
+        return StepPlan(rows, context, True, nodes, curve, plain_s, value, has_branch, bonus, ragged_nodes)
 
     def accepts(self, plan: StepPlan, drafts: Sequence[Draft]) -> bool:
         """Whether drafts, one per row, are verified."""
@@ -166,12 +168,12 @@ class Controller:
         if not plan.drafts:
             is_probe = self.budget.record_plain(rows)
             # While the budget is empty most steps are not measured, since high costs would decay too soon.
-            if not (is_probe or self.branch.can_run) and self.cost.knows(rows, plan.context):
+            if not (is_probe or self.branch is not None) and self.cost.knows(rows, plan.context):
                 return
         step_s = step.step_s - host_s
         computed = self._padded(nodes) if self.is_padded else nodes
         plain_s, usual_s = self.cost.observe(computed, step_s, rows=rows, context=plan.context)
-        if self.branch.can_run:
+        if self.branch is not None:
             curve = self._curve(rows, math.ceil(nodes), plan.context)
             bits, branch_s = self.branch.record(step.verified, tokens, math.ceil(nodes), curve)
             apart, apart_s = apart | bits, apart_s + branch_s
