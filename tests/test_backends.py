@@ -119,10 +119,10 @@ def plan_of(model: Any, config: LookaheadConfig | None = None, **options: Any) -
 
 def test_a_plan_tells_what_is_verified_and_generates_nothing(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(tiny_llama, max_new_tokens=8)
-    assert (plan.shape, plan.reason, plan.is_sampled, plan.keeps_cache) == ("trees", "", False, False)
+    assert (plan.shape, plan.reason, plan.is_sampled, plan.cache.is_returned) == ("trees", "", False, False)
     assert plan.stopping.max_length == IDS.shape[1] + 8 and plan.lengths.tolist() == [IDS.shape[1]]
     assert plan_of(tiny_llama, max_new_tokens=8, do_sample=True).is_sampled
-    assert plan_of(tiny_llama, max_new_tokens=8, return_dict_in_generate=True).keeps_cache
+    assert plan_of(tiny_llama, max_new_tokens=8, return_dict_in_generate=True).cache.is_returned
 
 
 def test_a_plan_for_a_single_token_is_the_loop_of_transformers_but_may_join_others(tiny_llama: Any) -> None:

@@ -21,7 +21,6 @@ from lookahead.decoding.prediction_reading import Predictions, read_predictions
 from lookahead.engine.engine import Engine
 from lookahead.errors import warn
 from lookahead.model.calls import GenerateOutput, ResolvedCall, generate_output, own_loop
-from lookahead.model.facts import cache_in
 from lookahead.proposers.ngram import Memory
 
 
@@ -91,7 +90,7 @@ def decode(
         lookahead_streamer.put(input_ids.cpu())
     if not isinstance(engine, Engine):
         return cast(Tensor | GenerateOutput, engine.sample(streamer=lookahead_streamer))
-    pad, past = call.pad_token, cache_in(model_kwargs)
+    pad, past = call.pad_token, plan.cache.past
     tokens = collect(engine, lookahead_streamer, pad)
     new = pad_sequence(
         [torch.tensor(row, device="cpu") for row in tokens], batch_first=True, padding_value=int(pad or 0)

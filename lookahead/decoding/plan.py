@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicCache
 
 from lookahead.backend import probes, support
 from lookahead.backend.protocol import Shape
@@ -25,14 +25,8 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.fallback import PlainLoop
 from lookahead.engine.row import Row
 from lookahead.errors import UnsupportedModelError, warn
-from lookahead.model.calls import ResolvedCall, kind_of, own_sample, unserved_reason
-from lookahead.model.facts import (
-    cache_in,
-    calls_registered_attention,
-    input_device,
-    may_be_callers,
-    tokens_in,
-)
+from lookahead.model.calls import NO_CACHE, CallCache, ResolvedCall, kind_of, own_sample, unserved_reason
+from lookahead.model.facts import calls_registered_attention, input_device
 from lookahead.model.model_state import (
     LearnedState,
     ModelPlan,
@@ -75,8 +69,7 @@ class RequestPlan:
         reason: Why transformers decodes the call, for a warning; empty if there is nothing to report.
         is_refused: Whether `reason` is an error, since the given configuration names proposers.
         predictions: The expected output of every prompt; empty for none.
-        keeps_cache: Whether the caller gets the cache.
-        continued: Tokens in the caller's cache, which the prompts continue.
+        cache: Its cache, which the prompts may continue.
         generator: Draws the tokens of sampled rows; None for torch's global generator, whose draws depend on the order
             of calls, so these rows are decoded alone.
     """
@@ -91,8 +84,7 @@ class RequestPlan:
     reason: str = ""
     is_refused: bool = False
     predictions: Sequence[Sequence[IntArray]] = ()
-    keeps_cache: bool = False
-    continued: int = 0
+    cache: CallCache = NO_CACHE
     generator: torch.Generator | None = None
 
     @property
@@ -114,7 +106,7 @@ class RequestPlan:
     def rows(self) -> tuple[list[Row], Any]:
         """The rows of an engine, one for each prompt, and what an encoder has read of them, or None."""
         call, longest = self.call, self.call.input_ids.shape[1]
-        encoded = kind_of(call.model).encoded(call, is_returned=self.keeps_cache)
+        encoded = kind_of(call.model).encoded(call, self.cache)
         config, device = call.generation_config, call.input_ids.device
         is_shown = bool(config.output_scores or config.output_logits)
         batch_size = len(self.lengths)
@@ -165,8 +157,8 @@ class RequestPlan:
         is_changing = state_of(call.model).learned.lock._is_owned()  # type: ignore[attr-defined]
         with use_learned(call.model, LearnedState()) if is_changing else nullcontext():
             engine = assemble(self.common, self.stopping, rows, shape=self.shape, **given)
-        if encoded is None and self.reading is None and self.continued:
-            past = cast(DynamicCache, cache_in(call.model_kwargs))
+        if encoded is None and self.reading is None and self.cache.tokens:
+            past = cast(DynamicCache, self.cache.past)
             copy_prefix_from(past, engine.cache, call.input_ids.shape[1] - self.lengths)
         return engine
 
@@ -221,33 +213,29 @@ def plan_request(
         common = Common(model=model, config=config)
         return RequestPlan(call=call, common=common, context=context, stopping=stopping, **given)
     validation.validate_call(model, generation_config, call.model_kwargs)
-    past, of_kind = cache_in(call.model_kwargs), kind_of(model).cache_reason(call)
+    cache = kind_of(model).cache_of(call)
     # transformers masks the empty slots of a static cache; without a cache, or with a prefill in parts, its products
     # have other row counts. Either way the bits differ from decoding one token at a time.
-    is_static = isinstance(getattr(past, "self_attention_cache", past), StaticCache)
-    is_theirs = may_be_callers(past, generation_config)
-    continued = tokens_in(past) if is_theirs else 0
-    keeps_cache = is_theirs or bool(generation_config.return_dict_in_generate)
     common = Common(
         model=model,
         config=config,
         tokenizer=tokenizer,
         memory=memory,
-        keep_cache=keeps_cache or continued > 0,
-        is_rounded=is_static or validation.reads_otherwise(generation_config),
+        keep_cache=cache.is_returned,
+        is_rounded=cache.is_static or cache.reads_otherwise,
     )
     if lengths is None:
         lengths = validation.prompt_lengths(model, call.input_ids, call.model_kwargs)
-    given = {"lengths": lengths, "stopping": stopping, "keeps_cache": keeps_cache, "continued": continued}
+    given = {"lengths": lengths, "stopping": stopping, "cache": cache}
     plan = RequestPlan(call=call, common=common, context=context, **given)
-    if reason := unserved_reason(call) or lacking:
+    if reason := unserved_reason(call, cache) or lacking:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
     if stopping.max_length <= call.input_ids.shape[1] + 1:
         return plan  # a single token: there is nothing to draft
     has_objects = bool(call.logits_processor or stopping.custom)
     if has_objects and (reason := _reason_of_objects(plan)):
         return replace(plan, reason=reason)
-    return _with_drafts(plan, facts, of_kind)
+    return _with_drafts(plan, facts)
 
 
 def _reason_of_objects(plan: RequestPlan) -> str:
@@ -261,11 +249,11 @@ def _reason_of_objects(plan: RequestPlan) -> str:
     return ""
 
 
-def _with_drafts(plan: RequestPlan, facts: ModelPlan, of_kind: str) -> RequestPlan:
-    """The plan with the shape of its drafts, or with the reason why it has none, such as `of_kind`."""
+def _with_drafts(plan: RequestPlan, facts: ModelPlan) -> RequestPlan:
+    """The plan with the shape of its drafts, or with the reason why it has none."""
     call, common, stopping, (batch_size, longest) = plan.call, plan.common, plan.stopping, plan.call.input_ids.shape
     model, config, shortest = call.model, common.config, int(plan.lengths.min())
-    positions, past = call.model_kwargs.get("position_ids"), cache_in(call.model_kwargs)
+    positions, cache = call.model_kwargs.get("position_ids"), plan.cache
     others = validation.other_inputs(model, call.model_kwargs)
     if positions is not None and not validation.has_usual_positions(positions, plan.lengths, longest):
         others = [*others, "position_ids"]
@@ -273,7 +261,7 @@ def _with_drafts(plan: RequestPlan, facts: ModelPlan, of_kind: str) -> RequestPl
     given: Any = {"shortest": shortest, "max_length": stopping.max_length, "is_alone": is_alone, "plan": facts}
     found = support.support_of(model, **given, trusted=config.trust_user_code)
     may_drop = found.shape != "none" and (facts.trains or facts.may_keep_states)
-    if why := of_kind or (_reason_of_layers(plan, facts) if may_drop else ""):
+    if why := cache.obstacle or (_reason_of_layers(plan, facts) if may_drop else ""):
         found = support.Support("none", why)
     batch: Any = {"rows": batch_size, "is_padded": shortest < longest, "is_rounded": common.is_rounded}
     shape, reason = shape_of(model, found, config, **batch)
@@ -287,12 +275,12 @@ def _with_drafts(plan: RequestPlan, facts: ModelPlan, of_kind: str) -> RequestPl
         reason = "a batch with stopping criteria and no end-of-sequence token ends as one"
     if shape == "none" or reason:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
-    if plan.continued:
+    if cache.tokens:
         mask = call.model_kwargs.get("attention_mask")
-        validation.validate_past(model, past, call.input_ids, call.generation_config, mask)
+        validation.validate_past(model, cache.past, call.input_ids, call.generation_config, mask)
     if not reads_itself:
         return replace(plan, shape=shape)
-    reading = PromptReading(call, plan.lengths, keeps_cache=plan.keeps_cache)
+    reading = PromptReading(call, plan.lengths, keeps_cache=cache.is_returned)
     if reason := reading.unsupported_reason(shape, found.ropes, stopping.max_length - longest):
         behind = ", ".join(others) or "a prompt"
         reason = f"{type(model).__name__} cannot be decoded speculatively after {behind}: {reason}"
@@ -302,16 +290,16 @@ def _with_drafts(plan: RequestPlan, facts: ModelPlan, of_kind: str) -> RequestPl
 
 def _reason_of_layers(plan: RequestPlan, facts: ModelPlan) -> str:
     """Why a call cannot keep the cache or the states of its model, or an empty string."""
-    model, past, config = plan.call.model, cache_in(plan.call.model_kwargs), plan.call.generation_config
-    if config.use_cache is not False and facts.trains and checkpointed(model):
+    model, cache = plan.call.model, plan.cache
+    if plan.call.generation_config.use_cache is not False and facts.trains and checkpointed(model):
         return "its layers drop the cache in training mode, for gradient checkpointing; pass use_cache=False"
     if not (facts.may_keep_states and mixers_of(model)):
         return ""
-    if plan.keeps_cache and (len(plan.lengths) > 1 or not takes_states(past)):
+    if cache.is_returned and (len(plan.lengths) > 1 or not takes_states(cache.past)):
         return "its states can be returned for one prompt only, and only with attention"
     if plan.lengths.min() < plan.call.input_ids.shape[1] and not probes.heeds_padding(model):
         return "its layers keep states, which the padding of a batch changes"
-    is_read_again = validation.reads_otherwise(config)
+    is_read_again = cache.reads_otherwise
     return "its layers keep states, and its texts are read in parts or more than once" if is_read_again else ""
 
 

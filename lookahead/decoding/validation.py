@@ -28,7 +28,6 @@ from lookahead.model.facts import (
     described,
     embedding_of,
     input_device,
-    may_be_callers,
     reads_text,
     validate_model,
 )
@@ -267,16 +266,6 @@ def other_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> lis
 def _left_out(what: str, hint: str = "") -> UnsupportedModelError:
     """The error for a feature that only transformers supports."""
     return UnsupportedModelError(f"{what}; leave out custom_generate for it{hint}")
-
-
-def reads_otherwise(config: GenerationConfig) -> bool:
-    """Whether `generate` reads the whole text again for each token, or a prompt in parts."""
-    return config.use_cache is False or config.prefill_chunk_size is not None
-
-
-def is_cache_returned(past: Any, config: GenerationConfig) -> bool:
-    """Whether the caller of `model.generate` sees the cache."""
-    return bool(config.return_dict_in_generate) or may_be_callers(past, config)
 
 
 def _heeds(model: PreTrainedModel, name: str) -> bool:

@@ -16,6 +16,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
+    StaticCache,
 )
 from transformers.generation import utils
 from transformers.generation.stopping_criteria import StoppingCriteriaList
@@ -23,7 +24,7 @@ from transformers.utils.generic import ModelOutput
 
 from lookahead.errors import UnsupportedModelError
 from lookahead.model.cache import TreeCache
-from lookahead.model.facts import CACHE, cache_in, context_limit, decoder_of, may_be_callers, position_limit
+from lookahead.model.facts import CACHE, MARKS_CACHES, cache_in, context_limit, decoder_of, position_limit, tokens_in
 from lookahead.model.known_code import CRITERIA, changed_cache, is_known, is_known_class
 from lookahead.model.model_state import plan_of
 from lookahead.utils.seams import plugin_for
@@ -88,6 +89,29 @@ class ResolvedCall(NamedTuple):
         return token
 
 
+class CallCache(NamedTuple):
+    """The cache of a call.
+
+    Attributes:
+        past: The cache; None without one.
+        is_callers: Whether it may be the caller's, which rules out a named cache implementation.
+        is_returned: Whether the caller sees it.
+        tokens: Tokens in the caller's cache.
+        is_static: Whether transformers masks its empty slots.
+        reads_otherwise: Whether `generate` reads the whole text again for each token, or a prompt in parts.
+        obstacle: Why it holds no drafts, or an empty string.
+    """
+
+    past: Any = None
+    is_callers: bool = False
+    is_returned: bool = False
+    tokens: int = 0
+    is_static: bool = False
+    reads_otherwise: bool = False
+    obstacle: str = ""
+
+
+NO_CACHE = CallCache()
 SERVED = frozenset(("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_params"))
 """Inputs of a model that passes set themselves, or do not need since they have their own cache and positions."""
 
@@ -183,8 +207,27 @@ class ModelKind:
         """Maximum tokens of the text that is continued; None if positions are computed."""
         return position_limit(model)
 
-    def encoded(self, call: ResolvedCall, *, is_returned: bool) -> Any:
-        """What the encoder has read of a call, whose cache the caller may get; None without an encoder."""
+    def cache_of(self, call: ResolvedCall) -> CallCache:
+        """The cache of a call; asked before the model is probed.
+
+        Raises:
+            UnsupportedModelError: The cache cannot be served.
+        """
+        past, config = cache_in(call.model_kwargs), call.generation_config
+        # Before transformers 5.17 none is marked.
+        is_unmarked = not MARKS_CACHES and config.cache_implementation is None
+        is_callers = past is not None and getattr(past, "_is_user_defined", is_unmarked)
+        return CallCache(
+            past,
+            is_callers,
+            is_returned=is_callers or bool(config.return_dict_in_generate),
+            tokens=tokens_in(past) if is_callers else 0,
+            is_static=isinstance(getattr(past, "self_attention_cache", past), StaticCache),
+            reads_otherwise=config.use_cache is False or config.prefill_chunk_size is not None,
+        )
+
+    def encoded(self, call: ResolvedCall, cache: CallCache) -> Any:
+        """What the encoder has read of a call; None without an encoder."""
         return None
 
     def encode_for_drafts(
@@ -206,14 +249,6 @@ class ModelKind:
     def shares_encoder(self, model: PreTrainedModel, target: PreTrainedModel) -> bool:
         """Whether a draft model can take the outputs of the target's encoder, which is not one of text."""
         return False
-
-    def cache_reason(self, call: ResolvedCall) -> str:
-        """Why the cache of a call holds no drafts, or an empty string; asked before the model is probed.
-
-        Raises:
-            UnsupportedModelError: The cache cannot be served.
-        """
-        return ""
 
     def trees_reason(self, model: PreTrainedModel, *, rows: int, is_padded: bool, is_rounded: bool) -> str:
         """Why a batch cannot verify trees, though its model can; or an empty string. As in `plan.shape_of`."""
@@ -253,22 +288,21 @@ def mask_length(config: GenerationConfig, default: int) -> int:
     return length
 
 
-def unserved_reason(call: ResolvedCall) -> str:
+def unserved_reason(call: ResolvedCall, cache: CallCache) -> str:
     """Why passes over drafts cannot follow the mask or the cache of a call, or an empty string.
 
     `generate` infers a mask of its own if a prompt holds the padding token.
     """
-    past, mask = cache_in(call.model_kwargs), call.model_kwargs.get("attention_mask")
+    past, mask = cache.past, call.model_kwargs.get("attention_mask")
     tensors = [call.input_ids, *call.model_kwargs.values()]
     tensors += [value for layer in getattr(past, "layers", None) or () for value in vars(layer).values()]
-    own = next(
-        (type(tensor) for tensor in tensors if isinstance(tensor, Tensor) and not is_known_class(type(tensor))), None
-    )
+    kinds = dict.fromkeys(type(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+    own = next((kind for kind in kinds if kind is not Tensor and not is_known_class(kind)), None)
     if own is not None:
         return f"{own.__qualname__}, the class of an input, is your own code"
     if mask is not None and mask.shape == call.input_ids.shape and not is_left_padded(mask):
         return "its attention_mask has zeros after ones"
-    if may_be_callers(past, call.generation_config):
+    if cache.is_callers:
         if not isinstance(past, DynamicCache | EncoderDecoderCache):
             return f"its cache is a {type(past).__name__}"
         if changed := changed_cache(past):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -301,12 +300,6 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among arguments of `model.generate`, or None."""
     names = CACHE, "past_key_values", "cache_params"
     return next((arguments[name] for name in names if arguments.get(name) is not None), None)
-
-
-def may_be_callers(cache: Any, config: GenerationConfig) -> bool:
-    """Whether a cache may come from the caller of `model.generate`, which rules out a named cache implementation."""
-    is_unmarked = not MARKS_CACHES and config.cache_implementation is None  # before transformers 5.17 none is marked
-    return cache is not None and getattr(cache, "_is_user_defined", is_unmarked)
 
 
 def is_callers(cache: Any) -> bool:

@@ -20,7 +20,7 @@ _HOMES = {
 _METHODS = {
     "kind": (
         *("make_inputs", "probe", "inputs_of_text", "heeds_padding", "modules_beside", "prompt_limit", "positions"),
-        *("encoded", "encode_for_drafts", "shares_encoder", "cache_reason", "trees_reason"),
+        *("encoded", "encode_for_drafts", "shares_encoder", "cache_of", "trees_reason"),
     ),
     "loop": ("run", "serving", "report_prefill", "end_if"),
     "processor": ("objects",),

@@ -129,11 +129,11 @@ class BeamLoop(PlainLoop):
             call.model, call.input_ids, call.generation_config, call.model_kwargs,
         )  # fmt: skip
         validation.validate_call(model, generation_config, options, modes=BEAM_MODES)
-        kind_of(model).cache_reason(call)  # refuses caches
+        cache = kind_of(model).cache_of(call)
         if any(map(is_per_row, call.logits_processor)):
             raise UnsupportedModelError("processors per row cannot follow beams, whose rows are copied to each other")
-        past, beams = cache_in(options), generation_config.num_beams
-        if is_callers(past) or tokens_in(past) > 0:
+        beams = generation_config.num_beams
+        if is_callers(cache.past) or tokens_in(cache.past) > 0:
             raise UnsupportedModelError(f"{CACHE} of your own is not served with beams")
         mask = None if kind_of(model).has_encoder else options.get("attention_mask")
         if mask is not None and not is_left_padded(mask):
@@ -153,7 +153,7 @@ class BeamLoop(PlainLoop):
         self._call, self._model, self._ids = call, cast(Any, model), input_ids
         self._generation, self._model_kwargs, self._beams = generation_config, options, beams
         self._lengths, self._config, self._is_refused = lengths, config, is_refused
-        self._returns_cache = validation.is_cache_returned(past, generation_config)
+        self._returns_cache, self._reads_otherwise = cache.is_returned, cache.reads_otherwise
         self._policy = BitPolicy.ROUNDED
 
     def run(self) -> Iterator[list[StepOutput]]:
@@ -232,7 +232,7 @@ class BeamLoop(PlainLoop):
         model, width = self._model, self._ids.shape[1]
         # In a batch transformers masks padding, which changes bits.
         is_one = len(self._lengths) == 1 and self._lengths[0] == width
-        is_one = is_one and not validation.reads_otherwise(self._generation)
+        is_one = is_one and not self._reads_otherwise
         policy = BitPolicy.ROUNDED
         if is_one and has_bits_of_beams(model, self._beams):
             policy = BitPolicy.BATCH

@@ -10,24 +10,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation import utils
 
 from lookahead.backend.probes import PADDING, PROBES, agree, heeds_padding, own_logits
 from lookahead.backend.self_check import keeps_solo_bits
-from lookahead.decoding import validation
 from lookahead.drafting.tree import IntArray
 from lookahead.errors import UnsupportedModelError, is_out_of_memory, with_place
-from lookahead.model.calls import MakeInputs, ModelKind, Probe, ResolvedCall
+from lookahead.model.calls import CallCache, MakeInputs, ModelKind, Probe, ResolvedCall
 from lookahead.model.facts import (
     CACHE,
-    cache_in,
     calls_registered_attention,
     decoder_vocabulary,
     empty_cache,
     encoder_of,
     input_device,
-    may_be_callers,
     reads_text,
     side_positions,
     vocabulary_size,
@@ -88,20 +85,20 @@ class DecoderKind(ModelKind):
     def positions(self, model: PreTrainedModel) -> int | None:
         return side_positions(model, "decoder")
 
-    def cache_reason(self, call: ResolvedCall) -> str:
-        past = cache_in(call.model_kwargs)
-        _check_cache(past, call.generation_config)
+    def cache_of(self, call: ResolvedCall) -> CallCache:
+        cache = super().cache_of(call)
+        _check_cache(cache)
         if reads_text(call.model):
-            return ""
+            return cache
         note_outputs(call.model, call.model_kwargs["encoder_outputs"])  # probes need to know their sizes
-        grows = isinstance(getattr(past, "self_attention_cache", past), DynamicCache)
+        grows = isinstance(getattr(cache.past, "self_attention_cache", cache.past), DynamicCache)
         if grows and call.generation_config.use_cache is not False:
-            return ""
-        return "its encoder reads no text, and the cache of its decoder does not grow"
+            return cache
+        return cache._replace(obstacle="its encoder reads no text, and the cache of its decoder does not grow")
 
-    def encoded(self, call: ResolvedCall, *, is_returned: bool) -> Encoded:
+    def encoded(self, call: ResolvedCall, cache: CallCache) -> Encoded:
         model, options, inputs = call.model, call.model_kwargs, call.inputs_tensor
-        past, mask = cache_in(options), options.get("attention_mask")  # the cache, if it can be cropped
+        past, mask = cache.past, options.get("attention_mask")  # the cache, if it can be cropped
         if not isinstance(past, EncoderDecoderCache) or not isinstance(past.self_attention_cache, DynamicCache):
             past = empty_cache(model)
         outputs = options["encoder_outputs"]
@@ -117,7 +114,7 @@ class DecoderKind(ModelKind):
         heard = None
         if inputs is not None and not reads_text(model):
             heard = inputs.repeat_interleave(len(tokens) // len(inputs), 0)
-        return Encoded(outputs, mask, past, is_returned, tokens, heard)
+        return Encoded(outputs, mask, past, cache.is_returned, tokens, heard)
 
     def encode_for_drafts(
         self, model: PreTrainedModel, call: Any, rows: Sequence[int], *, is_shared: bool
@@ -153,8 +150,9 @@ class DecoderKind(ModelKind):
         return [] if encoder is None else [encoder]
 
 
-def _check_cache(past: Any, config: GenerationConfig) -> None:
-    if may_be_callers(past, config) and not isinstance(past, EncoderDecoderCache):
+def _check_cache(cache: CallCache) -> None:
+    past = cache.past
+    if cache.is_callers and not isinstance(past, EncoderDecoderCache):
         raise UnsupportedModelError(f"{CACHE} must be an EncoderDecoderCache, got a {type(past).__name__}")
     if not isinstance(past, EncoderDecoderCache):
         return
@@ -162,7 +160,7 @@ def _check_cache(past: Any, config: GenerationConfig) -> None:
         got = f"{CACHE} of an encoder-decoder model must be empty, got {past.get_seq_length()} tokens"
         raise UnsupportedModelError(f"{got}; leave out custom_generate to continue from them")
     kind = type(past.self_attention_cache)
-    if validation.is_cache_returned(past, config) and not issubclass(kind, DynamicCache):
+    if cache.is_returned and not issubclass(kind, DynamicCache):
         raise UnsupportedModelError(f"a {kind.__name__} is not returned; leave out custom_generate for it")
 
 
