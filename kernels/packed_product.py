@@ -164,7 +164,8 @@ def multiply(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
     It is the dtype of the weight; bfloat16 or float32 if the weight is quantized.
     """
     x, out = x.contiguous(), x.new_empty((*x.shape[:-1], weight.outputs))
-    rows, prepared = x.view(-1, x.shape[-1]), prepared_rows([weight], min(_IN_CACHE, x.numel() // x.shape[-1]))
+    rows = x.view(-1, x.shape[-1])
+    prepared = prepared_rows([weight], min(_IN_CACHE, len(rows))) if weight.prepared else None
     parts = zip(rows.split(_IN_CACHE), out.view(-1, weight.outputs).split(_IN_CACHE), strict=True)
     run(*(job for some, sums in parts for job in product([weight], some, [bias], [sums], prepared)))
     return out

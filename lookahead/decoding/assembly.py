@@ -147,6 +147,9 @@ def assemble(
     is_separate = isolates or (encoded is None and reading is None) or (rows == 1 and not batch[0].padding)
     if is_separate and shape == "trees" and not common.is_rounded and self_check.keeps_solo_bits(model):
         policy = BitPolicy.SOLO
+    make_inputs: Any = partial(kind.make_inputs, encoded=encoded)
+    if reading is not None:
+        make_inputs = partial(PromptInputs, reading=reading)
     longest = max((row.length for row in batch), default=0)
     # Enough for most outputs; the cache grows for longer ones. On a CPU only slots that are written take memory.
     ample = max(256, longest) if plan.device.type == "cpu" else 256
@@ -163,7 +166,7 @@ def assemble(
         packs_prompts=reading is None and rows > 1 and self_check.packs_prompts(model, policy),
         shares_beginnings=partial(self_check.shares_beginnings, model),
         continues=partial(probes.continues_texts, model),
-        make_inputs=kind.make_inputs(encoded) if reading is None else partial(PromptInputs, reading=reading),
+        make_inputs=make_inputs,
     )
     ways: Any = {"policy": policy, "keep_cache": common.keep_cache, "isolates": isolates}
     return Engine(backend, proposers, controller, config, call, batch, acceptance=acceptance, **ways)

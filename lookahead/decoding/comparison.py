@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from lookahead.config import LookaheadConfig
 from lookahead.decoding.api import generate
 from lookahead.decoding.loops import loops
-from lookahead.decoding.prompts import PromptReader, pad_prompts, pad_token_of
+from lookahead.decoding.prompts import PromptReader, pad_prompts
 from lookahead.model.calls import kind_of
 from lookahead.model.model_state import LearnedState, use_learned
 from lookahead.stats import DecodingStats, total_in_sequence
@@ -95,8 +95,8 @@ def decode_plainly(
         max_new_tokens: Maximum new tokens of each, at least 1.
         options: Options of `model.generate`; greedy by default.
     """
-    pad, has_encoder = pad_token_of(tokenizer), kind_of(model).has_encoder
-    ids, mask = pad_prompts(prompts, pad, on_the_right=has_encoder)
+    has_encoder = kind_of(model).has_encoder
+    ids, mask, pad = pad_prompts(prompts, tokenizer, on_the_right=has_encoder)
     ticks: list[tuple[float, int]] = []  # time and length after each pass; the first ends the prefill
 
     def tick(input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:

@@ -73,17 +73,17 @@ def as_chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = 
     return text
 
 
-def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token to pad with; any works, since it is masked."""
+def pad_prompts(
+    prompts: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, *, on_the_right: bool
+) -> tuple[Tensor, Tensor, int]:
+    """Prompts and their mask, int64 `[batch, tokens]`, and the token that pads them; any works, since it is masked.
+
+    Decoders take padding on the left, encoders on the right.
+    """
     pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    return pad
-
-
-def pad_prompts(prompts: Sequence[list[int]], pad: int, *, on_the_right: bool) -> tuple[Tensor, Tensor]:
-    """Prompts, int64 `[batch, tokens]`, and their mask, padded on the left for decoders, on the right for encoders."""
     ids = [torch.tensor(prompt, device="cpu") for prompt in prompts]
     fill = partial(pad_sequence, batch_first=True, padding_side="right" if on_the_right else "left")
-    return fill(ids, padding_value=pad), fill([torch.ones_like(each) for each in ids])
+    return fill(ids, padding_value=pad), fill([torch.ones_like(each) for each in ids]), pad
 
 
 class PromptReader:
@@ -152,8 +152,8 @@ class PromptReader:
         facts = facts or recognise(self.model, trusted=(self.config or DEFAULTS).trust_user_code)
         given = self.model, self.tokenizer, predictions, len(encoded)
         expected = () if predictions is None else read_predictions(*given)
-        device, pad, has_encoder = facts.device, pad_token_of(self.tokenizer), self._kind.has_encoder
-        padded, mask = pad_prompts(encoded, pad, on_the_right=has_encoder)
+        device, has_encoder = facts.device, self._kind.has_encoder
+        padded, mask, pad = pad_prompts(encoded, self.tokenizer, on_the_right=has_encoder)
         longest, context = (1, None) if has_encoder else (padded.shape[1], self.limit)
         options = dict(self.options)
         new, total = max_new_tokens or self.option("max_new_tokens"), self.option("max_length")
@@ -230,8 +230,9 @@ class PromptReader:
 
     def _padded_further(self, device: torch.device) -> dict[str, Tensor]:
         """The further inputs; per-token inputs are padded like the tokens."""
+        fill = partial(pad_sequence, batch_first=True, padding_side="left")
         given = {
-            name: pad_prompts(each, 0, on_the_right=False)[0] if isinstance(each, list) else each
+            name: fill([torch.tensor(row, device="cpu") for row in each]) if isinstance(each, list) else each
             for name, each in self.further.items()
         }
         return {name: each.to(device) for name, each in given.items()}

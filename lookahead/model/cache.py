@@ -131,7 +131,7 @@ class TreeLayer(CacheLayerMixin):
             else:
                 index = slots.index_on(buffer.device)
                 buffer.flatten(0, 1).index_copy_(0, index, new.transpose(1, 2).flatten(0, 1))
-        seen = slice(self.get_mask_sizes(slots.width)[1], slots.kv_length)
+        seen = slice(0 if self._window is None else self.get_mask_sizes(slots.width)[1], slots.kv_length)
         return self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
 
     @property

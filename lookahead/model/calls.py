@@ -122,6 +122,7 @@ class ModelInputs:
     Args:
         model: The model.
         cache: The cache of its passes.
+        encoded: What an encoder has read of the rows, for a subclass; None without one.
     """
 
     prefix = ""  # of input names
@@ -130,7 +131,7 @@ class ModelInputs:
     has_cross = False  # whether nodes attend to more than their text, all in one call
     shifts: Tensor | None = None  # int64 `[rows, 1]`, position after a prompt minus its tokens; None for zeros
 
-    def __init__(self, model: PreTrainedModel, cache: TreeCache) -> None:
+    def __init__(self, model: PreTrainedModel, cache: TreeCache, encoded: Any = None) -> None:
         plan = plan_of(model)
         names = plan.inputs
         self.model, self.cache, self.cache_name = model, cache, plan.cache_input
@@ -177,19 +178,16 @@ class ModelKind:
     """A causal model, which reads its prompt by itself. A plug-in overrides what differs for another kind."""
 
     has_encoder = False
+    make_inputs: type[ModelInputs] = ModelInputs  # of a backend, for `encoded` rows or for rows that join later
     output: type[Any] = utils.GenerateDecoderOnlyOutput
     served = SERVED
     mask = "attention_mask"  # the input that masks the padding of the text that is continued
     text = "text"  # the argument of a tokenizer for an output
     nouns = "prompt", "model"  # what is read, and what reads it
 
-    def make_inputs(self, encoded: Any = None) -> MakeInputs:
-        """Makes the inputs of a backend's passes for `encoded` rows, or for rows that join later."""
-        return ModelInputs
-
     def probe(self, model: PreTrainedModel, tokens: Sequence[int], rows: int) -> Probe:
         """What a probe over `rows` equal prompts passes to the model; an encoder reads `tokens`."""
-        return Probe(self.make_inputs(), DynamicCache(config=model.config.get_text_config()), {})
+        return Probe(self.make_inputs, DynamicCache(config=model.config.get_text_config()), {})
 
     def inputs_of_text(self, model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> dict[str, Any]:
         """The inputs of the model's own pass over texts, int64 `[rows, tokens]`; an encoder reads `tokens`."""

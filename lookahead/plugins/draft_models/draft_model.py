@@ -302,7 +302,7 @@ class ModelProposer(BatchProposer):
             )
         if self._slots:
             capacity = max(len(self._rows[row].ids) for row in self._slots) + 256
-            inputs = kind.make_inputs(encoded)
+            inputs = partial(kind.make_inputs, encoded=encoded)
             options = {"rows": len(self._slots), "capacity": capacity, "shape": self._shape, "make_inputs": inputs}
             self._backend = backend_for(self._model, **options, is_draft=True)
         return self._backend

@@ -17,7 +17,7 @@ from lookahead.backend.probes import PADDING, PROBES, agree, heeds_padding, own_
 from lookahead.backend.self_check import keeps_solo_bits
 from lookahead.drafting.tree import IntArray
 from lookahead.errors import UnsupportedModelError, is_out_of_memory, with_place
-from lookahead.model.calls import CallCache, MakeInputs, ModelKind, Probe, ResolvedCall
+from lookahead.model.calls import CallCache, ModelKind, Probe, ResolvedCall
 from lookahead.model.facts import (
     CACHE,
     calls_registered_attention,
@@ -40,6 +40,7 @@ class DecoderKind(ModelKind):
     """See `ModelKind`: the encoder reads the prompt once, and the decoder writes after a prompt of its own."""
 
     has_encoder = True
+    make_inputs = EncoderInputs
     output: type[Any] = utils.GenerateEncoderDecoderOutput
     served = frozenset(
         {
@@ -51,13 +52,10 @@ class DecoderKind(ModelKind):
     text = "text_target"  # the outputs of a translation model may have their own vocabulary
     nouns = "input", "encoder"
 
-    def make_inputs(self, encoded: Any = None) -> MakeInputs:
-        return partial(EncoderInputs, encoded=encoded)
-
     def probe(self, model: PreTrainedModel, tokens: Sequence[int], rows: int) -> Probe:
         encoded = encode_probe(model, tokens, rows)
         inputs = {"encoder_outputs": encoded.outputs, "attention_mask": encoded.mask}
-        return Probe(self.make_inputs(encoded), empty_cache(model), inputs)
+        return Probe(partial(self.make_inputs, encoded=encoded), empty_cache(model), inputs)
 
     def inputs_of_text(self, model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> dict[str, Any]:
         return {**self.probe(model, tokens, len(ids)).inputs, "decoder_input_ids": ids}
