@@ -263,7 +263,9 @@ class TorchBackend:
             ending = np.flatnonzero((ends >= 0) & (ends < chunk.shape[1]))
             keep, place = np.unique(ends[ending], return_inverse=True)
             keep = keep if len(keep) else np.zeros(1, np.int64)
-            is_plain = self._is_half and not np.ptp(committed) and keep.tolist() == [chunk.shape[1] - 1]
+            # The model's own attention has the bits of `generate`, and is as fast as ours from an empty cache.
+            may_be_plain = self._is_half or (self._has_sdpa and not (committed.any() or any(self._windows)))
+            is_plain = may_be_plain and not np.ptp(committed) and keep.tolist() == [chunk.shape[1] - 1]
             slots.begin(chunk.shape[1], is_plain=is_plain)
             if self.cache.states:
                 self.cache.begin_prompt(slots.first)
