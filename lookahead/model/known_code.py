@@ -16,7 +16,9 @@ import sys
 import sysconfig
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from itertools import chain
+from operator import attrgetter, is_
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -158,10 +160,13 @@ class Code(NamedTuple):
 
     number: int  # constant while no function is replaced
     foreign: tuple[Any, ...]  # functions and other callables that are not known
-    held: list[Any]  # keeps alive the objects whose ids make up the number
+    values: list[Any]  # attributes of classes and globals of files; keeps alive the objects whose ids are the number
+    functions: list[FunctionType]  # among the values
+    codes: list[CodeType]  # of the functions
 
 
 _found: dict[frozenset[type], Code] = {}
+_CODE_OF = attrgetter("__code__")
 
 
 def code_of(classes: frozenset[type]) -> Code:
@@ -175,17 +180,27 @@ def code_of(classes: frozenset[type]) -> Code:
     is_shipped = [kind.__module__.startswith(("torch.", "transformers.")) for kind, _ in files]
     pairs = zip(files, is_shipped, strict=True)
     spaces = own + [vars(file) if whole else _called((kind,), file) for (kind, file), whole in pairs]
-    values = [value for space in spaces for value in list(space.values()) if type(value) not in _DATA]
-    held = values + [value.__code__ for value in values if type(value) is FunctionType]
-    number = hash(tuple(map(id, held)))
+    values = list(chain.from_iterable([list(space.values()) for space in spaces]))
     code = _found.get(classes)
+    if (  # comparing objects takes a quarter of the time of making their number
+        code is not None
+        and len(values) == len(code.values)
+        and all(map(is_, values, code.values))
+        and all(map(is_, map(_CODE_OF, code.functions), code.codes))
+    ):
+        return code
+    held = [value for value in values if type(value) not in _DATA]
+    functions = [value for value in held if type(value) is FunctionType]
+    codes = list(map(_CODE_OF, functions))
+    number = hash(tuple(map(id, held + codes)))
+    foreign = () if code is None else code.foreign
     if code is None or code.number != number:
         called = [*own, *(_called(kinds, file) for file in {file.__name__: file for _, file in files}.values())]
         found = [function for space in called for value in list(space.values()) for function in callables_in(value)]
         foreign = tuple(function for function in found if not is_known(function))
-        code = _found[classes] = Code(number, foreign, held)
-        while len(_found) > _MAX_CODES:
-            _found.pop(next(iter(_found)), None)
+    code = _found[classes] = Code(number, foreign, values, functions, codes)
+    while len(_found) > _MAX_CODES:
+        _found.pop(next(iter(_found)), None)
     return code
 
 
