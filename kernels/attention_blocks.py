@@ -153,7 +153,9 @@ def score_nodes(
             tile, none = min(ROWS, len(queries) - row), (words, flat.reshape(words.shape), 0, 0, 0, 0)
             score_prompt(queries, pairs, row, tile, transposed, size, scale, is_half, scores, none)
             for i in range(tile):
-                of_nodes[row + i, begin : begin + size] = scores[i, :size]
+                line, to = scores[i], of_nodes[row + i, begin : begin + size]
+                for at in range(size):  # Numba compiles an assignment of an array with its message for other shapes
+                    to[at] = line[at]
 
 
 @jit_part

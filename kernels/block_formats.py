@@ -310,7 +310,8 @@ def _read_six(own, numbers, small):
         part, place = i // 128, i % 32
         low = own[64 * part + i % 64] >> (4 * (i // 64 % 2)) & 15
         numbers[i] = low | (own[128 + 32 * part + place] >> (2 * (i // 32 % 4)) & 3) << 4
-    small[:] = own[192:208]
+    for i in range(16):
+        small[i] = own[192 + i]
 
 
 def rows_of(packed: Tensor, kind: str, outputs: Tensor) -> Tensor:

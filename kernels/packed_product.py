@@ -238,11 +238,60 @@ def multiplying(
 
     Weights are packed, or as stored if `apart` is not 0: terms at this distance are then added after one another, and
     -1 stands for the order of the inputs.
+
+    It goes panel by panel, `lines` lines at a time, which stay in a near cache for all tiles of rows. While a tile is
+    multiplied, its share of the next lines is prefetched. With few rows the CPU waits for memory anyway, and its own
+    prefetcher is faster.
+
+    Source of tiles whose right matrix stays in a cache: Goto, van de Geijn 2008, "Anatomy of High-Performance Matrix
+    Multiplication", §4.
     """
     left, kind, number = types
 
+    # All in one function: a compiler takes the code of another one through all its passes twice.
     def multiply_panels(address: Any) -> None:
-        _multiply(address, left, kind, number, add, tiling, apart)
+        shared = array_at(address, (_SHARED,), np.int64)
+        _, parts, x_at, rows, length, step, terms, lines, numbers, together, chosen_at, of_expert = shared
+        x, sums = array_at(x_at, (rows * step,), left), np.empty(rows * COLUMNS, np.float32)
+        laid_out = np.empty((lines if apart > 0 else PART_OF_BLOCK) * COLUMNS, np.float32)
+        chosen, expert, first_row, all_rows = array_at(chosen_at, (parts // of_expert, 3), np.int64), 0, 0, rows
+        most, fetched, fewest = tiling
+        part = claim_part(address)
+        while part < parts:
+            of, own = address + 8 * _SHARED, part % of_expert
+            if chosen_at:
+                expert, first_row, rows = chosen[part // of_expert]
+                if rows == 0:
+                    part = claim_part(address)
+                    continue
+            tiles = max(-(-rows // most), fewest if rows >= fetched else 1)
+            share = -(-CACHE_LINE // tiles)
+            packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
+            while own * together >= panels:  # the part belongs to a later weight
+                own, of = own - (panels + together - 1) // together, of + 8 * _EACH
+                packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
+            before = expert * panels
+            packed = array_at(packed_at, ((before + panels) * terms * COLUMNS,), kind)
+            out = array_at(out_at, (all_rows * outputs,), number)[first_row * outputs :]
+            bias = array_at(bias_at, (outputs,), number)
+            for panel in range(own * together, min(panels, (own + 1) * together)):
+                sums[: rows * COLUMNS] = -0.0  # neutral: adding any number, even -0, gives that number
+                at = first_row * length
+                for line in range(0, terms, lines):
+                    count, place, end = min(lines, terms - line), ((before + panel) * terms + line) * COLUMNS, 0
+                    if apart:
+                        stored = array_at(packed_at, (outputs * terms,), np.float32), panel * COLUMNS, outputs, terms
+                        near = laid_out, laid_out.view(kind), (packed_at - laid_out.ctypes.data) // 4
+                        add_stored((x, at, length, step), stored, (line, count), near, (sums, rows, tiles), add, apart)
+                    for tile in range(0 if apart else tiles):
+                        first, end, ahead, fetch = end, rows * (tile + 1) // tiles, place, 0
+                        if rows >= fetched:  # fetching a line twice costs less than missing one
+                            ahead, fetch = place + (lines + count * tile // tiles) * COLUMNS, share
+                        right, to = (packed, place, COLUMNS, ahead, fetch), (sums, first * COLUMNS, COLUMNS)
+                        add((x, at + first * length, step), right, to, end - first, count)
+                    at += numbers
+                _store(sums, bias, bias_at != 0, out, rows, panel * COLUMNS, outputs)
+            part = claim_part(address)
 
     return multiply_panels
 
@@ -278,60 +327,6 @@ def add_part(left, right, out, rows, lines):
 def _add_by_halves(left, right, out, rows, lines):
     """Sum every 64th product. Then add each sum to the one 32 further on, these to those 16 further on, and so on."""
     _tile_of_halves((*left, 2), right, out, rows, 2 * lines // _SUMS)
-
-
-@jit_part
-def _multiply(address, left, kind, number, add, tiling, apart):
-    """Multiply panel by panel, `lines` lines at a time, which stay in a near cache for all tiles of rows.
-
-    While a tile is multiplied, its share of the next lines is prefetched. With few rows the CPU waits for memory
-    anyway, and its own prefetcher is faster. The dtypes are those of rows, weight and results.
-
-    Source of tiles whose right matrix stays in a cache: Goto, van de Geijn 2008, "Anatomy of High-Performance Matrix
-    Multiplication", §4.
-    """
-    shared = array_at(address, (_SHARED,), np.int64)
-    _, parts, x_at, rows, length, step, terms, lines, numbers, together, chosen_at, of_expert = shared
-    x, sums = array_at(x_at, (rows * step,), left), np.empty(rows * COLUMNS, np.float32)
-    laid_out = np.empty((lines if apart > 0 else PART_OF_BLOCK) * COLUMNS, np.float32)
-    chosen, expert, first_row, all_rows = array_at(chosen_at, (parts // of_expert, 3), np.int64), 0, 0, rows
-    most, fetched, fewest = tiling
-    part = claim_part(address)
-    while part < parts:
-        of, own = address + 8 * _SHARED, part % of_expert
-        if chosen_at:
-            expert, first_row, rows = chosen[part // of_expert]
-            if rows == 0:
-                part = claim_part(address)
-                continue
-        tiles = max(-(-rows // most), fewest if rows >= fetched else 1)
-        share = -(-CACHE_LINE // tiles)
-        packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
-        while own * together >= panels:  # the part belongs to a later weight
-            own, of = own - (panels + together - 1) // together, of + 8 * _EACH
-            packed_at, out_at, bias_at, panels, outputs = array_at(of, (_EACH,), np.int64)
-        before = expert * panels
-        packed = array_at(packed_at, ((before + panels) * terms * COLUMNS,), kind)
-        out = array_at(out_at, (all_rows * outputs,), number)[first_row * outputs :]
-        bias = array_at(bias_at, (outputs,), number)
-        for panel in range(own * together, min(panels, (own + 1) * together)):
-            sums[: rows * COLUMNS] = -0.0  # neutral: adding any number, even -0, gives that number
-            at = first_row * length
-            for line in range(0, terms, lines):
-                count, place, end = min(lines, terms - line), ((before + panel) * terms + line) * COLUMNS, 0
-                if apart:
-                    stored = array_at(packed_at, (outputs * terms,), np.float32), panel * COLUMNS, outputs, terms
-                    near = laid_out, laid_out.view(kind), (packed_at - laid_out.ctypes.data) // 4
-                    add_stored((x, at, length, step), stored, (line, count), near, (sums, rows, tiles), add, apart)
-                for tile in range(0 if apart else tiles):
-                    first, end, ahead, fetch = end, rows * (tile + 1) // tiles, place, 0
-                    if rows >= fetched:  # fetching a line twice costs less than missing one
-                        ahead, fetch = place + (lines + count * tile // tiles) * COLUMNS, share
-                    to = sums, first * COLUMNS, COLUMNS
-                    add((x, at + first * length, step), (packed, place, COLUMNS, ahead, fetch), to, end - first, count)
-                at += numbers
-            _store(sums, bias, bias_at != 0, out, rows, panel * COLUMNS, outputs)
-        part = claim_part(address)
 
 
 @jit_part

@@ -190,8 +190,10 @@ def _attend(address: Any) -> None:
         head, first = part % heads, (chunks - 1 - part // heads) * _TOGETHER  # the longest at first
         count = min(_TOGETHER, width - first)
         for row in range(count):
-            queries[row] = query[first + row, head]
-            _swap(queries[row])
+            line, own_query = query[first + row, head], queries[row]
+            for at in range(half):
+                own_query[at] = line[at]
+            _swap(own_query)
         peaks[:], totals[:], sums[:] = -np.inf, 0.0, 0.0
         tiled, of_head = (count + ROWS - 1) // ROWS * ROWS, head // (heads // kv_heads)
         for block in range((start + first + count + BLOCK - 1) // BLOCK):

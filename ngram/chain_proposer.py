@@ -16,6 +16,7 @@ from lookahead.utils.jit import njit
 _MAX_DRAFT_TOKENS = 1024
 _SHORTEST, _LONGEST, _MAX_LINKS = 1, 16, 32  # tokens of a match; links walked in each text
 _CONTEXT = 16  # tokens before an output that are kept with it, so that its start is found too
+_YES = np.bool_(True)  # Numba compiles a function again for `True`
 # The record of a request, int64: addresses of its search, its chain and the chain's probabilities; the nodes that these
 # have room for, and the nodes of the newest chain, including its root; and the tokens of the text that the shared
 # memory has or does not need, initially those of the prompt.
@@ -177,7 +178,7 @@ def _step(texts, begin, options, chains, path_probs, sizes):
             return row, new.size, 0
         drafted = request[_DRAFTED]
         trie = nodes[1][:drafted], nodes[0][:drafted], nodes[2][:drafted]
-        count_hits(rates_at(search[RATES:]), trie, new, True)
+        count_hits(rates_at(search[RATES:]), trie, new, _YES)
         request[_DRAFTED] = 0
         arena, length = chains_at(text)[0], text[LENGTH]
         if length - 1 >= request[_KEPT] + shared:
@@ -190,7 +191,7 @@ def _step(texts, begin, options, chains, path_probs, sizes):
             request[_KEPT] = length - 1
         most = min(longest - counts[row], request[_ROOM] - 1)
         if most > 0:
-            size = grow(search, arena[:0], (True, floor, True), most, nodes, probs)
+            size = grow(search, arena[:0], (_YES, floor, _YES), most, nodes, probs)
             request[_DRAFTED], sizes[row] = size, size - 1
             path_prob = 1.0
             for at in range(1, size):

@@ -227,7 +227,9 @@ def _fit(path_probs, required, ends, costs, left, plain):
     gains = np.zeros((len(costs), len(ends)))
     least, most, begin = 1, 1, 0
     for row, end in enumerate(ends):
-        values = np.where(required[begin:end] > 0, 2.0, path_probs[begin:end])
+        values = np.empty(end - begin)
+        for at in range(len(values)):
+            values[at] = 2.0 if required[begin + at] > 0 else path_probs[begin + at]
         values[0] = 3.0
         ranked = np.empty(len(values), np.int64)
         rank(values, ranked)
@@ -251,8 +253,9 @@ def _fit_ragged(most, path_probs, required, ends, costs, left, plain):
     """The total number of nodes kept in all trees, and the rank of every node among all, int64 `[nodes]`."""
     rows, row = len(ends), 0
     owners = np.empty(len(path_probs), np.int64)
-    values = np.where(required > 0, 2.0, path_probs)
+    values = np.empty(len(path_probs))
     for node in range(len(path_probs)):
+        values[node] = 2.0 if required[node] > 0 else path_probs[node]
         if node == ends[row]:
             row += 1
         owners[node] = row
@@ -262,7 +265,7 @@ def _fit_ragged(most, path_probs, required, ends, costs, left, plain):
     rank(values, ranked)
     expected, least, best, best_rate = np.zeros(rows), 0, rows, 0.0
     for value in values:
-        least += value >= 2.0
+        least += int(value >= 2.0)
     for at in range(len(ranked)):
         node, size = ranked[at], at + 1
         ranks[node] = at

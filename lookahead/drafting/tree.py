@@ -126,6 +126,7 @@ def _ancestor_words(parents):
     words = np.zeros((count, (count + 63) // 64), np.int64)
     words[0, 0] = 1
     for node in range(1, count):
-        words[node] = words[parents[node]]
+        for word in range(words.shape[1]):
+            words[node, word] = words[parents[node], word]
         words[node, node // 64] |= np.int64(1) << np.int64(node % 64)
     return words
