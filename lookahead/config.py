@@ -137,16 +137,16 @@ class LookaheadConfig:
             if option is not None and name not in proposers:
                 proposers = (*proposers, name)
         object.__setattr__(self, "proposers", proposers)
-        for i, each in enumerate(proposers):
-            if isinstance(each, str) and each not in PROPOSERS:
-                raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {each!r}")
-            if not callable(each) and not isinstance(each, str):
-                raise ConfigError(f"proposers must be names or callables that return a Proposer, got {each!r}")
-            if any(each is other or each == other for other in proposers[:i]):
+        for i, proposer in enumerate(proposers):
+            if isinstance(proposer, str) and proposer not in PROPOSERS:
+                raise ConfigError(f"proposers must be of {', '.join(PROPOSERS)}, got {proposer!r}")
+            if not callable(proposer) and not isinstance(proposer, str):
+                raise ConfigError(f"proposers must be names or callables that return a Proposer, got {proposer!r}")
+            if any(proposer is other or proposer == other for other in proposers[:i]):
                 raise ConfigError(f"proposers must not repeat one, got {proposers!r}")
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
-            if not any(value == each and isinstance(value, type(each)) for each in allowed):  # 1 is not True
+            if not any(value == choice and isinstance(value, type(choice)) for choice in allowed):  # 1 is not True
                 raise ConfigError(f"{name} must be {' or '.join(map(str, allowed))}, got {value!r}")
         names = [proposer for proposer in proposers if isinstance(proposer, str) and proposer != "self"]
         if names and self.acceptance == "rejection":

@@ -29,7 +29,7 @@ def backend_for(model: PreTrainedModel, **options: Any) -> TorchBackend:
             `shares_beginnings` of `CpuBackend`; `captures` and `most_nodes` of `GpuBackend`.
     """
     kind = GpuBackend if options.get("captures") else _KINDS.get(plan_of(model).device.type, TorchBackend)
-    return kind(model, **{name: each for name, each in options.items() if issubclass(kind, _OPTIONS.get(name, kind))})
+    return kind(model, **{name: value for name, value in options.items() if issubclass(kind, _OPTIONS.get(name, kind))})
 
 
 def records_graphs(model: PreTrainedModel) -> bool:

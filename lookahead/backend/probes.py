@@ -67,10 +67,10 @@ def own_pass(model: Any, tokens: IntArray, past: Any, begin: int, inputs: Mappin
         inputs: Encoder inputs of a decoder.
     """
     ids = torch.from_numpy(tokens.astype(np.int64))[None].to(input_device(model))
-    given = {**(inputs or {}), ("decoder_input_ids" if inputs else "input_ids"): ids, cache_input(model): past}
+    inputs_of_pass = {**(inputs or {}), ("decoder_input_ids" if inputs else "input_ids"): ids, cache_input(model): past}
     if not inputs and "position_ids" in inputs_of(model):
-        given["position_ids"] = torch.arange(begin, begin + len(tokens), device=ids.device)[None]
-    logits: Tensor = model(use_cache=True, **given).logits
+        inputs_of_pass["position_ids"] = torch.arange(begin, begin + len(tokens), device=ids.device)[None]
+    logits: Tensor = model(use_cache=True, **inputs_of_pass).logits
     return logits[0, -1]
 
 
@@ -81,15 +81,15 @@ def step_logits(model: PreTrainedModel, prompt: Sequence[int], *tails: Sequence[
     Tails share the passes over their common beginnings.
     """
     past: Any = DynamicCache(config=model.config.get_text_config())
-    known: dict[tuple[int, ...], tuple[Tensor, Any]] = {}
-    known[()] = own_pass(model, np.array(prompt, np.int32), past, 0), past
+    passes: dict[tuple[int, ...], tuple[Tensor, Any]] = {}
+    passes[()] = own_pass(model, np.array(prompt, np.int32), past, 0), past
     for tail in map(tuple, tails):
         for at, token in enumerate(tail):
-            if tail[: at + 1] not in known:
-                past = deepcopy(known[tail[:at]][1])
+            if tail[: at + 1] not in passes:
+                past = deepcopy(passes[tail[:at]][1])
                 logits = own_pass(model, np.array([token], np.int32), past, len(prompt) + at)
-                known[tail[: at + 1]] = logits, past
-    return [known[tuple(tail)][0] for tail in tails]
+                passes[tail[: at + 1]] = logits, past
+    return [passes[tuple(tail)][0] for tail in tails]
 
 
 def heeds_padding(model: PreTrainedModel) -> bool:
@@ -112,10 +112,10 @@ def _reads_behind_padding(model: Any, probe: Sequence[int]) -> bool:
     text = np.array([token * vocabulary // 9 for token in probe], np.int32)
     mask = torch.tensor([[0] * PADDING + [1] * len(text)], device=device)
     padded, alone = (DynamicCache(config=config) for _ in range(2))
-    given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(0)}
-    given = {name: each for name, each in given.items() if name in inputs_of(model)}
+    options = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(0)}
+    options = {name: value for name, value in options.items() if name in inputs_of(model)}
     ids = torch.tensor([[0] * PADDING + text.tolist()], device=device)
-    logits = model(input_ids=ids, **given, **{cache_input(model): padded}, use_cache=True).logits[0, -1]
+    logits = model(input_ids=ids, **options, **{cache_input(model): padded}, use_cache=True).logits[0, -1]
     own = own_pass(model, text, alone, 0)
     for at, layer in enumerate(padded.layers):
         if has_states(layer):

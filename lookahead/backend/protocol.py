@@ -52,13 +52,13 @@ class BackendReport:
     @property
     def summary(self) -> str:
         """The backend and the fastest path that serves, such as "CpuBackend: passes as one call"."""
-        serving = [each.path for each in self.paths if each.serves]
+        serving = [path.path for path in self.paths if path.serves]
         return ": ".join([self.backend, *serving[-1:]])
 
     def __str__(self) -> str:
         lines = [f"{self.model} is served by {self.backend}"]
-        for each in self.paths:
-            lines.append(f"  {each.path}: {'yes' if each.serves else 'no'}{f', {each.reason}' if each.reason else ''}")
+        for path in self.paths:
+            lines.append(f"  {path.path}: {'yes' if path.serves else 'no'}{f', {path.reason}' if path.reason else ''}")
         return "\n".join([*lines, *([f"  bits: {self.bits}"] if self.bits else [])])
 
 

@@ -248,7 +248,7 @@ def _probed_shape(model: PreTrainedModel, config: Any, is_alone: bool) -> Suppor
         reason = "its attention bias depends on cache slots (ALiBi)"
     else:
         # Passes over trees have an attention function of ours, which would replace a user's.
-        users = [each for each in attention_code(model, list(model.modules())) if not is_known(each)]
+        users = [function for function in attention_code(model, list(model.modules())) if not is_known(function)]
         if users:
             reason = f"its attention calls {name_of(users[0])}, which is not code of transformers"
         elif not (is_alone and keeps_solo_bits(model)):

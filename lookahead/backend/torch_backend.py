@@ -217,7 +217,7 @@ class TorchBackend:
             hidden.append(self.hidden)
             whole += self.prompt_hidden
             is_whole &= self.is_read_whole
-        self.hidden = {layer: torch.cat([each[layer] for each in hidden]) for layer in self.hidden}
+        self.hidden = {layer: torch.cat([states[layer] for states in hidden]) for layer in self.hidden}
         self.prompt_hidden, self.is_read_whole = whole, is_whole
         self.reused_tokens = [tokens if source >= 0 else 0 for group in groups for source, tokens in group.copies]
         return torch.cat(logits)
@@ -277,8 +277,8 @@ class TorchBackend:
             report(min(start + size, width), width)
         committed[:] = lengths - 1
         whole = {layer: torch.cat([chunk[layer] for chunk in hidden], 1) for layer in self.hidden}
-        self.prompt_hidden = [{layer: each[row, :n] for layer, each in whole.items()} for row, n in enumerate(new)]
-        self.hidden = {layer: each[range(len(new)), new - 1][:, None] for layer, each in whole.items()}
+        self.prompt_hidden = [{layer: states[row, :n] for layer, states in whole.items()} for row, n in enumerate(new)]
+        self.hidden = {layer: states[range(len(new)), new - 1][:, None] for layer, states in whole.items()}
         return torch.stack([last[row] for row in range(len(prompts))])[:, None]
 
     def _tokens_of_a_pass(self, new: NDArray[np.int64], cached: NDArray[np.int64]) -> int:
@@ -373,9 +373,9 @@ class TorchBackend:
         keeps_hidden = self.keeps_hidden and bool(self._hidden_layers)
         if keeps_hidden:
             options["output_hidden_states"] = True
-        with inputs.of_pass(tree_pass.tokens, tree_pass.positions) as given, scope:
+        with inputs.of_pass(tree_pass.tokens, tree_pass.positions) as arguments, scope:
             tree_pass.cross = inputs.cross
-            output = self._model(**given, **options)
+            output = self._model(**arguments, **options)
         states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
         self.hidden = {}
         for layer in self._hidden_layers if keeps_hidden else ():

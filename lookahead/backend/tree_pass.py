@@ -123,7 +123,7 @@ class TreePass:
             self._tensors[device] = TreeTensors(*on_device(arrays, device))
         if device not in self._tensors:
             first = next(iter(self._tensors.values()))
-            self._tensors[device] = TreeTensors(*(each.to(device) for each in first))
+            self._tensors[device] = TreeTensors(*(tensor.to(device) for tensor in first))
         return self._tensors[device]
 
     def mask(
@@ -272,7 +272,7 @@ class FixedShapePass(TreePass):
 
     def tensors(self, device: torch.device) -> TreeTensors:
         """The trees of the newest step, on `device`."""
-        return TreeTensors(*(each.to(device) for each in self._filled))
+        return TreeTensors(*(tensor.to(device) for tensor in self._filled))
 
     def forget(self) -> None:
         """Discard masks and the choice of kernels."""

@@ -120,10 +120,10 @@ def generate(
             ids.
         UnsupportedModelError: The generation mode cannot be served.
     """
-    given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
+    arguments = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     options = options_of(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
-    reader = PromptReader(model, tokenizer, *given, **options)
+    reader = PromptReader(model, tokenizer, *arguments, **options)
     encoded = [reader.read(prompt, i) for i, prompt in enumerate(reader.separate(prompts))]
     if not encoded:
         return GenerationResult([], [], DecodingStats(), [], [])
@@ -192,11 +192,11 @@ def stream(
     Raises:
         PromptError: There is not exactly one prompt. All errors of `generate` are raised too.
     """
-    given = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
+    arguments = (config, generation_config, seed, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     options = options_of(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
-    reader = PromptReader(model, tokenizer, *given, **options)
-    encoded = [reader.read(each, i) for i, each in enumerate(reader.separate(prompt))]
+    reader = PromptReader(model, tokenizer, *arguments, **options)
+    encoded = [reader.read(part, i) for i, part in enumerate(reader.separate(prompt))]
     if len(encoded) != 1:
         raise PromptError(f"stream takes one prompt, got {len(encoded)}; lookahead.stream_many takes several")
     scheduler = Scheduler(reader, on_prefill=on_prefill)
@@ -273,10 +273,10 @@ def stream_many(
         UnsupportedModelError: The model or the generation mode cannot be served, or a processor, criterion or
             `prefix_allowed_tokens_fn` may keep a state from one prompt to the next.
     """
-    given = (config, generation_config, None, add_special_tokens, truncate, chat_template_kwargs)
+    arguments = (config, generation_config, None, add_special_tokens, truncate, chat_template_kwargs)
     grammars = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     options = options_of(model, tokenizer, generation_config, generate_kwargs, per_row, grammars)
-    reader = PromptReader(model, tokenizer, *given, **options)
+    reader = PromptReader(model, tokenizer, *arguments, **options)
     separated = iter(reader.separate(prompts))
     if reader.further:
         raise PromptError(

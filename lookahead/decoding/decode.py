@@ -79,9 +79,9 @@ def decode(
     )
     if torch.is_grad_enabled() and (loop := own_loop(model, generation_config)) is not None:
         warn("decoded by transformers alone: gradients are recorded, and passes over drafts record none")
-        given: Any = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
-        given |= {"generation_config": generation_config, "streamer": lookahead_streamer, **model_kwargs}
-        return cast(Tensor | GenerateOutput, loop(model, input_ids, **given))
+        arguments: Any = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+        arguments |= {"generation_config": generation_config, "streamer": lookahead_streamer, **model_kwargs}
+        return cast(Tensor | GenerateOutput, loop(model, input_ids, **arguments))
     copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     predictions = read_predictions(model, lookahead_tokenizer, lookahead_prediction, len(input_ids) // copies)
     plan = plan_request(call, lookahead_config, lookahead_tokenizer, memory=lookahead_memory)

@@ -71,8 +71,8 @@ def copy_prefix_from(past: DynamicCache, cache: TreeCache, padding: NDArray[np.i
             if getattr(layer, "keys", None) is None:  # it reads another layer's
                 yield None
                 continue
-            held = layer.keys.shape[2]  # fewer than `width` with a sliding window
-            begin = max(0, pad - (width - held))
+            count = layer.keys.shape[2]  # fewer than `width` with a sliding window
+            begin = max(0, pad - (width - count))
             yield layer.keys[row, :, begin:], layer.values[row, :, begin:]
             if drops and row == len(padding) - 1:
                 layer.keys = layer.values = layer.keys.new_empty(0)
@@ -81,7 +81,7 @@ def copy_prefix_from(past: DynamicCache, cache: TreeCache, padding: NDArray[np.i
         cache.copy_prefix_from(row, states(row, pad), max(0, width - pad))
         for own, layer in zip(cache.layers, past.layers, strict=False):
             if has_states(layer):
-                own.committed[row] = {key: each[row].clone() for key, each in states_in(layer).items()}
+                own.committed[row] = {key: state[row].clone() for key, state in states_in(layer).items()}
 
 
 def return_cache(engine: Engine | PlainLoop, past: object) -> None:
@@ -104,8 +104,8 @@ def append_states(past: DynamicCache | StaticCache, rows: Sequence[RowCopy], pad
     begin = int(past.get_seq_length())
     width = max(pad + next(iter(row.kv.values()))[0].shape[1] for pad, row in zip(padding, rows, strict=True))
     for index in rows[0].states:
-        held = [row.states[index] for row in rows]
-        load_states(past.layers[index], {key: torch.stack([each[key] for each in held]) for key in held[0]})
+        of_rows = [row.states[index] for row in rows]
+        load_states(past.layers[index], {key: torch.stack([states[key] for states in of_rows]) for key in of_rows[0]})
     for index in rows[0].kv:
         new: list[list[Tensor]] = [[], []]
         for pad, row in zip(padding, rows, strict=True):

@@ -36,8 +36,8 @@ def backend_report(model: PreTrainedModel, config: LookaheadConfig | None = None
     validate_model(model)
     validation.check_config("config", config)
     config = config if config is not None else LookaheadConfig()
-    found = support.support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)
-    shape, reason = shape_of(model, found, config)
+    verdict = support.support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)
+    shape, reason = shape_of(model, verdict, config)
     if shape == "none" or kind_of(model).has_encoder:
         paths = (PathReport("drafts", shape != "none", reason or f"its decoder verifies {shape}"),)
         name = "transformers' own loop" if shape == "none" else "a backend behind its encoder"

@@ -98,9 +98,9 @@ class RequestPlan:
         if (self.is_sampled and self.generator is None) or self.reason or self.reading is not None:
             return False
         if self.shape == "none":  # a single token
-            given: Any = {"shortest": int(self.lengths.min()), "max_length": self.stopping.max_length}
-            given["trusted"] = self.common.config.trust_user_code
-            return support.support_of(self.call.model, **given).shape == "trees"
+            options: Any = {"shortest": int(self.lengths.min()), "max_length": self.stopping.max_length}
+            options["trusted"] = self.common.config.trust_user_code
+            return support.support_of(self.call.model, **options).shape == "trees"
         return self.shape == "trees"
 
     def rows(self) -> tuple[list[Row], Any]:
@@ -152,11 +152,11 @@ class RequestPlan:
             return PlainLoop(sample, ids, self.lengths, criteria, self.context, self.reason)
         rows, encoded = self.rows()
         warp = warp_of(call.logits_processor) if self.is_sampled else None
-        given: Any = {"warp": warp, "encoded": encoded, "reading": self.reading}
+        options: Any = {"warp": warp, "encoded": encoded, "reading": self.reading}
         # A signal handler may decode while its thread changes the measurements of the model: then it uses fresh ones.
         is_changing = state_of(call.model).learned.lock._is_owned()  # type: ignore[attr-defined]
         with use_learned(call.model, LearnedState()) if is_changing else nullcontext():
-            engine = assemble(self.common, self.stopping, rows, shape=self.shape, **given)
+            engine = assemble(self.common, self.stopping, rows, shape=self.shape, **options)
         if encoded is None and self.reading is None and self.cache.tokens:
             past = cast(DynamicCache, self.cache.past)
             copy_prefix_from(past, engine.cache, call.input_ids.shape[1] - self.lengths)
@@ -209,9 +209,9 @@ def plan_request(
     if not is_ours and _loop_of(call) is not None:
         if lacking:
             raise UnsupportedModelError(lacking)
-        given: Any = {"lengths": np.zeros(0, np.int64), "is_refused": bool(config.demands)}
+        parts: Any = {"lengths": np.zeros(0, np.int64), "is_refused": bool(config.demands)}
         common = Common(model=model, config=config)
-        return RequestPlan(call=call, common=common, context=context, stopping=stopping, **given)
+        return RequestPlan(call=call, common=common, context=context, stopping=stopping, **parts)
     validation.validate_call(model, generation_config, call.model_kwargs)
     cache = kind_of(model).cache_of(call)
     # transformers masks the empty slots of a static cache; without a cache, or with a prefill in parts, its products
@@ -226,8 +226,8 @@ def plan_request(
     )
     if lengths is None:
         lengths = validation.prompt_lengths(model, call.input_ids, call.model_kwargs)
-    given = {"lengths": lengths, "stopping": stopping, "cache": cache}
-    plan = RequestPlan(call=call, common=common, context=context, **given)
+    parts = {"lengths": lengths, "stopping": stopping, "cache": cache}
+    plan = RequestPlan(call=call, common=common, context=context, **parts)
     if reason := unserved_reason(call, cache) or lacking:
         return replace(plan, reason=f"{reason}; it is decoded plainly")
     if stopping.max_length <= call.input_ids.shape[1] + 1:
@@ -241,10 +241,10 @@ def plan_request(
 def _reason_of_objects(plan: RequestPlan) -> str:
     """Why processors or criteria must be called as transformers calls them, or an empty string."""
     call, acceptance = plan.call, acceptance_of(plan.common.config.acceptance, is_sampled=plan.is_sampled)
-    given = call.logits_processor, call.stopping_criteria, call.generation_config
-    if reason := stateful_reason(*given, len(plan.lengths), acceptance):
+    arguments = call.logits_processor, call.stopping_criteria, call.generation_config
+    if reason := stateful_reason(*arguments, len(plan.lengths), acceptance):
         return reason
-    if call.generation_config.use_cache is False and (name := stateful_name(*given)):
+    if call.generation_config.use_cache is False and (name := stateful_name(*arguments)):
         return f"{name} may edit a text that is read again for every token; it is decoded plainly"
     return ""
 
@@ -258,16 +258,16 @@ def _with_drafts(plan: RequestPlan, facts: ModelPlan) -> RequestPlan:
     if positions is not None and not validation.has_usual_positions(positions, plan.lengths, longest):
         others = [*others, "position_ids"]
     is_alone = (not others or call.input_ids.shape == (1, shortest)) and not common.is_rounded
-    given: Any = {"shortest": shortest, "max_length": stopping.max_length, "is_alone": is_alone, "plan": facts}
-    found = support.support_of(model, **given, trusted=config.trust_user_code)
-    may_drop = found.shape != "none" and (facts.trains or facts.may_keep_states)
+    options: Any = {"shortest": shortest, "max_length": stopping.max_length, "is_alone": is_alone, "plan": facts}
+    verdict = support.support_of(model, **options, trusted=config.trust_user_code)
+    may_drop = verdict.shape != "none" and (facts.trains or facts.may_keep_states)
     if why := cache.obstacle or (_reason_of_layers(plan, facts) if may_drop else ""):
-        found = support.Support("none", why)
+        verdict = support.Support("none", why)
     batch: Any = {"rows": batch_size, "is_padded": shortest < longest, "is_rounded": common.is_rounded}
-    shape, reason = shape_of(model, found, config, **batch)
+    shape, reason = shape_of(model, verdict, config, **batch)
     if reason and config.demands:
         return replace(plan, reason=reason, is_refused=True)
-    reads_itself = bool(others or found.behind_own)
+    reads_itself = bool(others or verdict.behind_own)
     if reads_itself and call.generation_config.use_cache is False:
         reason = f"{', '.join(others) or 'its prompt'} is read again for every token"
     if batch_size > 1 and stopping.custom and not stopping.eos_tokens:
@@ -281,7 +281,7 @@ def _with_drafts(plan: RequestPlan, facts: ModelPlan) -> RequestPlan:
     if not reads_itself:
         return replace(plan, shape=shape)
     reading = PromptReading(call, plan.lengths, keeps_cache=cache.is_returned)
-    if reason := reading.unsupported_reason(shape, found.ropes, stopping.max_length - longest):
+    if reason := reading.unsupported_reason(shape, verdict.ropes, stopping.max_length - longest):
         behind = ", ".join(others) or "a prompt"
         reason = f"{type(model).__name__} cannot be decoded speculatively after {behind}: {reason}"
         return replace(plan, reason=f"{reason}; it is decoded plainly", is_refused=bool(config.demands))
@@ -305,7 +305,7 @@ def _reason_of_layers(plan: RequestPlan, facts: ModelPlan) -> str:
 
 def shape_of(
     model: PreTrainedModel,
-    found: support.Support,
+    verdict: support.Support,
     config: LookaheadConfig,
     *,
     rows: int = 1,
@@ -316,14 +316,14 @@ def shape_of(
 
     Args:
         model: The model.
-        found: The model's support.
+        verdict: The model's support.
         config: How to draft.
         rows: Prompts that are decoded together.
         is_padded: Whether their lengths differ.
         is_rounded: As in `Common`.
     """
-    shape, why = found.shape, found.reason
-    if found.behind_own:
+    shape, why = verdict.shape, verdict.reason
+    if verdict.behind_own:
         shape = "trees"
     batch: Any = {"rows": rows, "is_padded": is_padded, "is_rounded": is_rounded}
     if shape == "trees" and (reason := kind_of(model).trees_reason(model, **batch)):
@@ -343,6 +343,6 @@ def joins_alone(model: PreTrainedModel, config: LookaheadConfig) -> bool:
 
     On a GPU, reading several inputs takes little more time than one.
     """
-    found = support.support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)
-    shape, _ = shape_of(model, found, config)
+    verdict = support.support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)
+    shape, _ = shape_of(model, verdict, config)
     return shape == "trees" and calls_registered_attention(model) and input_device(model).type == "cpu"

@@ -83,7 +83,7 @@ def pad_prompts(
     pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     ids = [torch.tensor(prompt, device="cpu") for prompt in prompts]
     fill = partial(pad_sequence, batch_first=True, padding_side="right" if on_the_right else "left")
-    return fill(ids, padding_value=pad), fill([torch.ones_like(each) for each in ids]), pad
+    return fill(ids, padding_value=pad), fill([torch.ones_like(row) for row in ids]), pad
 
 
 class PromptReader:
@@ -108,8 +108,8 @@ class PromptReader:
         **options: Any,
     ) -> None:
         validation.check_pair(model, tokenizer)
-        given = model, tokenizer, config, generation_config, options, seed
-        self.facts = validation.check_options(*given, recognises=recognises)
+        arguments = model, tokenizer, config, generation_config, options, seed
+        self.facts = validation.check_options(*arguments, recognises=recognises)
         if truncate not in (None, "left", "right"):
             raise ConfigError(f"truncate must be 'left', 'right' or None, got {truncate!r}")
         self.config, self.model, self.tokenizer, self._seed = config, model, tokenizer, seed
@@ -150,8 +150,8 @@ class PromptReader:
             facts: The plan of the model as it is now; recognised if None.
         """
         facts = facts or recognise(self.model, trusted=(self.config or DEFAULTS).trust_user_code)
-        given = self.model, self.tokenizer, predictions, len(encoded)
-        expected = () if predictions is None else read_predictions(*given)
+        arguments = self.model, self.tokenizer, predictions, len(encoded)
+        expected = () if predictions is None else read_predictions(*arguments)
         device, has_encoder = facts.device, self._kind.has_encoder
         padded, mask, pad = pad_prompts(encoded, self.tokenizer, on_the_right=has_encoder)
         longest, context = (1, None) if has_encoder else (padded.shape[1], self.limit)
@@ -181,9 +181,9 @@ class PromptReader:
         plan = plan_request(call, self.config, self.tokenizer, context, lengths=lengths, facts=facts)
         return replace(plan, predictions=expected)
 
-    def read_prediction(self, given: Any, index: int) -> tuple[IntArray, ...]:
+    def read_prediction(self, prediction: Any, index: int) -> tuple[IntArray, ...]:
         """The expected output of one prompt as token ids; `index` is the number of the prompt."""
-        return read_prediction(self.model, self.tokenizer, given, f"prediction {index}")
+        return read_prediction(self.model, self.tokenizer, prediction, f"prediction {index}")
 
     def separate(self, prompts: object) -> Iterable[Any]:
         """Split the argument into prompts for `read`; several may come from a stream."""
@@ -202,12 +202,12 @@ class PromptReader:
             raise PromptError(f"prompts must be {_KINDS}, or several of them, got {_got(prompts)}")
         return prompts
 
-    def _further_of(self, given: Mapping[str, Any], mask: Any) -> dict[str, Any]:
+    def _further_of(self, output: Mapping[str, Any], mask: Any) -> dict[str, Any]:
         """Inputs of the model in a mapping other than tokens and their mask."""
         if self._kind.has_encoder:
             return {}
-        taken, shape = inputs_of(self.model), np.shape(given["input_ids"])
-        others = {name: each for name, each in given.items() if name not in _APART and each is not None}
+        taken, shape = inputs_of(self.model), np.shape(output["input_ids"])
+        others = {name: value for name, value in output.items() if name not in _APART and value is not None}
         further: dict[str, Any] = {}
         for name, value in others.items():
             array = value if isinstance(value, Tensor) else np.asarray(value)
@@ -231,11 +231,11 @@ class PromptReader:
     def _padded_further(self, device: torch.device) -> dict[str, Tensor]:
         """The further inputs; per-token inputs are padded like the tokens."""
         fill = partial(pad_sequence, batch_first=True, padding_side="left")
-        given = {
-            name: fill([torch.tensor(row, device="cpu") for row in each]) if isinstance(each, list) else each
-            for name, each in self.further.items()
+        tensors = {
+            name: fill([torch.tensor(row, device="cpu") for row in value]) if isinstance(value, list) else value
+            for name, value in self.further.items()
         }
-        return {name: each.to(device) for name, each in given.items()}
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
 
     def _rows(self, ids: Any, mask: Any) -> list[list[int]]:
         """Ids `[tokens]` or `[batch, tokens]` without the masked ones; the mask has the same shape."""
@@ -279,8 +279,8 @@ class PromptReader:
         is_array = isinstance(prompt, Tensor | np.ndarray) or (isinstance(prompt, Mapping) and "input_ids" in prompt)
         rows = list(self.separate(prompt)) if is_array else [prompt]
         if isinstance(prompt, Mapping) and self.further:
-            held = ", ".join(self.further)
-            raise PromptError(f"prompt {index} holds {held}: pass the processor's output for all prompts, not a list")
+            names = ", ".join(self.further)
+            raise PromptError(f"prompt {index} holds {names}: pass the processor's output for all prompts, not a list")
         if len(rows) != 1:
             raise PromptError(f"prompt {index} must be one prompt, got {len(rows)}")
         if not _are_ids(rows[0]) and rows[0] not in ([], ()):

@@ -211,16 +211,16 @@ class Scheduler:
         own = has_own(reader.given) or not all(isinstance(proposer, str) for proposer in config.proposers)
         if own or prefills_at_once(model):
             return "nothing"
-        found = support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)
+        verdict = support_of(model, shortest=1, max_length=1, trusted=config.trust_user_code)
         if not kind_of(model).has_encoder:
             # If the model itself must read a prompt, its plan has already read it.
-            return "nothing" if found.behind_own else "rows"
+            return "nothing" if verdict.behind_own else "rows"
         # Draws, beams, stop strings, time limits and decoder prompts belong to one call.
         is_single = reader.option("do_sample") or reader.option("max_time") or (reader.option("num_beams") or 1) > 1
         is_single = is_single or bool({"decoder_input_ids", "decoder_attention_mask"} & reader.options.keys())
         if is_single or reader.options.get("stopping_criteria") or config.acceptance != "exact":
             return "nothing"
-        if shape_of(model, found, config, rows=2)[0] != "trees":
+        if shape_of(model, verdict, config, rows=2)[0] != "trees":
             return "nothing"
         return "rows" if joins_alone(model, config) else "batches"
 
@@ -234,8 +234,12 @@ class Scheduler:
         if self._prefix_bytes or self._is_mixed:
             is_beside = self._is_mixed and input_device(model).type == "cpu"
             ahead = PromptsAhead(model, config, self._prefix_bytes, is_beside=is_beside, rounds=self._rounds)
-        given: dict[str, Any] = {"predicts": self._predicts, "is_mixed": self._is_mixed, "on_prefill": self._on_prefill}
-        return SharedRows(self._reader, self.rows, self._cache_tokens, ahead, **given)
+        options: dict[str, Any] = {
+            "predicts": self._predicts,
+            "is_mixed": self._is_mixed,
+            "on_prefill": self._on_prefill,
+        }
+        return SharedRows(self._reader, self.rows, self._cache_tokens, ahead, **options)
 
     def _alike(self) -> list[Request]:
         """Take the first waiting request, which has no row, and those of similar length that may share its batch."""

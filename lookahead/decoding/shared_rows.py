@@ -158,12 +158,12 @@ class SharedRows:
         assert self.engine is not None
         del self.running[request.index]
         request.is_over, row = True, request.row
-        held = self.engine.kept.pop(row.index, None)
-        if held is not None and self._ahead is not None:
+        copy = self.engine.kept.pop(row.index, None)
+        if copy is not None and self._ahead is not None:
             store = self._ahead.store
-            tokens = request.stats.prompt_tokens if store.keeps_bits else held.tokens  # outputs have other bits
-            if tokens <= held.tokens:
-                store.put(row.text[:tokens], held, request.salt)
+            tokens = request.stats.prompt_tokens if store.keeps_bits else copy.tokens  # outputs have other bits
+            if tokens <= copy.tokens:
+                store.put(row.text[:tokens], copy, request.salt)
 
     def _admit(self, waiting: deque[Request]) -> list[Request]:
         """Admit requests in order while rows and room are free; returns those that left the queue."""
@@ -210,12 +210,12 @@ class SharedRows:
         Short ones pass it to seats, if it fits beside them.
         """
         candidates = [request for request in ahead.candidates(waiting) if not request.is_cancelled]
-        found = list(takewhile(self._has_room_for, candidates))
-        if self._seats and len(found) < len(waiting):
-            largest = self._tokens_of(candidates[len(found)]) if len(found) < len(candidates) else 1
+        fitting = list(takewhile(self._has_room_for, candidates))
+        if self._seats and len(fitting) < len(waiting):
+            largest = self._tokens_of(candidates[len(fitting)]) if len(fitting) < len(candidates) else 1
             if fits([largest] * (1 + self._seats), self._cache_tokens):
-                found += [r for r in waiting if r not in found and self._is_brief(r) and self._has_room_for(r)]
-        return ahead.in_order(found)
+                fitting += [r for r in waiting if r not in fitting and self._is_brief(r) and self._has_room_for(r)]
+        return ahead.in_order(fitting)
 
     def _is_brief(self, request: Request) -> bool:
         """Whether a request is short: few tokens to write and to read."""
@@ -236,16 +236,16 @@ class SharedRows:
 
     def _has_room_for(self, request: Request) -> bool:
         """Whether a row and room in the cache are free for a request."""
-        held = self.unfinished
-        if request.row is None or len(held) >= self._rows + self._seats:
+        running = self.unfinished
+        if request.row is None or len(running) >= self._rows + self._seats:
             return False
-        if len(held) >= self._rows and not self._is_brief(request):
+        if len(running) >= self._rows and not self._is_brief(request):
             return False
-        needs = [self._tokens_of(other) for other in (*held, request)]
+        needs = [self._tokens_of(other) for other in (*running, request)]
         return fits(needs, self._cache_tokens)
 
-    def _add(self, requests: list[Request], **known: Any) -> list[Request]:
-        """Add requests to the engine, which reads their prompts; `known` are options of `Engine.admit`."""
+    def _add(self, requests: list[Request], **options: Any) -> list[Request]:
+        """Add requests to the engine, which reads their prompts; `options` are those of `Engine.admit`."""
         if not requests:
             return []
         rows: list[Row] = [request.row for request in requests]
@@ -255,8 +255,8 @@ class SharedRows:
         make_room(engine.cache, needs, self._cache_tokens, self._rows + self._seats, longest)
         engine.report_prefill(self._on_prefill)
         with engine.serving():
-            passes = [rows] if known else self._in_passes(rows)
-            return [self._take(output) for part in passes for output in engine.admit(part, **known)]
+            passes = [rows] if options else self._in_passes(rows)
+            return [self._take(output) for part in passes for output in engine.admit(part, **options)]
 
     def _assemble(self, first: Row) -> Engine:
         is_constrained = self._is_mixed or first.forcing is not None

@@ -77,19 +77,22 @@ def check_pair(model: Any, tokenizer: object) -> None:
     if tokenizer in seen or not model.can_generate():
         return
     seen.add(tokenizer)
-    known = getattr(embedding_of(model), "num_embeddings", None)
-    if known is None:
+    embeddings = getattr(embedding_of(model), "num_embeddings", None)
+    if embeddings is None:
         return
     differences = []
-    if not _LEAST_SHARE * known <= len(tokenizer) <= known:
-        differences.append(f"{len(tokenizer):,} tokens against embeddings for {known:,}")
+    if not _LEAST_SHARE * embeddings <= len(tokenizer) <= embeddings:
+        differences.append(f"{len(tokenizer):,} tokens against embeddings for {embeddings:,}")
     for name in ("eos_token_id", "bos_token_id"):
         configs = (model.config.get_text_config(), getattr(model, "generation_config", None))
         own, tokens = getattr(tokenizer, name, None), [getattr(config, name, None) for config in configs]
-        given: set[Any] = {token for each in tokens for token in (each if isinstance(each, list | tuple) else [each])}
-        given = {token for token in given if token is not None and 0 <= token < known}  # other ids are defaults
-        if own is not None and given and own not in given:
-            differences.append(f"{name} {own} against {', '.join(map(str, sorted(given)))}")
+        special: set[Any] = {
+            token for entry in tokens for token in (entry if isinstance(entry, list | tuple) else [entry])
+        }
+        # Other ids are defaults.
+        special = {token for token in special if token is not None and 0 <= token < embeddings}
+        if own is not None and special and own not in special:
+            differences.append(f"{name} {own} against {', '.join(map(str, sorted(special)))}")
     if differences:
         names = f"{tokenizer.name_or_path!r}", f"{model.config.name_or_path or type(model).__name__!r}"
         told = f"the tokenizer {names[0]} may belong to another model than {names[1]}: {'; '.join(differences)}"
@@ -150,17 +153,17 @@ def check_options(
             raise ConfigError(f"{name} is not taken here; {_NOT_TAKEN[name]}")
     if seed is not None:
         check_seed(seed)
-    given = {name: value for name, value in options.items() if value is not None}
-    check_numbers(given)
-    if not isinstance(given.get("do_sample", False), bool):
-        raise ConfigError(f"do_sample must be True or False, got {given['do_sample']!r}")
-    if given.get("temperature") == 0 and resolved(model, generation_config, options, "do_sample"):
+    values = {name: value for name, value in options.items() if value is not None}
+    check_numbers(values)
+    if not isinstance(values.get("do_sample", False), bool):
+        raise ConfigError(f"do_sample must be True or False, got {values['do_sample']!r}")
+    if values.get("temperature") == 0 and resolved(model, generation_config, options, "do_sample"):
         raise ConfigError("temperature must be more than 0 to sample, got 0; do_sample=False takes the likeliest token")
-    known = vars(GenerationConfig())
+    names = vars(GenerationConfig())
     for name in options:
         # Unknown options that look like a typo; transformers refuses the others.
-        if name not in known and not hasattr(model.generation_config, name):
-            meant = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
+        if name not in names and not hasattr(model.generation_config, name):
+            meant = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, names, 1, 0.8)), None)
             if meant is not None:
                 raise ConfigError(f"{name!r} is not an option of generate; did you mean {meant!r}?")
     return facts
@@ -183,8 +186,8 @@ def resolved(
     """An option as `model.generate` resolves it: the argument, the given configuration's, or the model's."""
     if name in options:
         return options[name]
-    given = getattr(generation_config, name, None)
-    return given if given is not None else getattr(model.generation_config, name, None)
+    value = getattr(generation_config, name, None)
+    return value if value is not None else getattr(model.generation_config, name, None)
 
 
 def serve_stop_strings(
@@ -232,9 +235,9 @@ def validate_call(
             f"guidance_scale must be 1, got {config.guidance_scale}: guidance runs the model once more per token"
         )
     if mode not in modes:
-        given = {name: getattr(config, name, None) for name in _MODE_OPTIONS}
-        given = {name: value for name, value in given.items() if value and (name, value) not in _NO_BEAMS}
-        named = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        mode_options = {name: getattr(config, name, None) for name in _MODE_OPTIONS}
+        mode_options = {name: value for name, value in mode_options.items() if value and (name, value) not in _NO_BEAMS}
+        named = ", ".join(f"{name}={value!r}" for name, value in mode_options.items())
         hint = ", or pass num_beams=1" if "beam" in mode.value else ""
         raise _left_out(f"{mode.value.replace('_', ' ')} ({named}) is not served here", hint)
     if config.cache_implementation == "quantized":
@@ -279,8 +282,8 @@ def _heeds(model: PreTrainedModel, name: str) -> bool:
         causal_lm: Any = model
         try:
             with torch.no_grad():
-                given = causal_lm(input_ids=ids, **{name: torch.zeros_like(ids)}).logits
-                return not torch.equal(given, causal_lm(input_ids=ids).logits)
+                logits = causal_lm(input_ids=ids, **{name: torch.zeros_like(ids)}).logits
+                return not torch.equal(logits, causal_lm(input_ids=ids).logits)
         except Exception as error:  # it needs more than text; left to transformers
             state_of(model).note_problem(f"{type(model).__name__} is not served with {name}", with_place(error))
             return True
@@ -330,8 +333,8 @@ def has_usual_positions(position_ids: Tensor | None, lengths: NDArray[np.int64],
     if position_ids is None:
         return True
     usual = np.arange(longest) - (longest - lengths)[:, None]
-    given = position_ids.cpu().numpy()
-    return given.shape[-1] == longest and not ((given != usual) & (usual >= 0)).any()
+    positions = position_ids.cpu().numpy()
+    return positions.shape[-1] == longest and not ((positions != usual) & (usual >= 0)).any()
 
 
 def check_token_ids(ids: NDArray[np.int64], prompt: int, vocab_size: int) -> None:
@@ -353,8 +356,8 @@ def prompt_lengths(
     position table: on a GPU they would crash the process.
     """
     kind, vocab_size = kind_of(model), decoder_vocabulary(model)
-    given = model_kwargs.get(kind.mask)
-    input_ids, given = input_ids[::beams], None if given is None else given[::beams]
+    own_mask = model_kwargs.get(kind.mask)
+    input_ids, own_mask = input_ids[::beams], None if own_mask is None else own_mask[::beams]
     batch_size, longest = input_ids.shape
     if not batch_size:
         raise PromptError("input_ids have no prompt")
@@ -362,10 +365,10 @@ def prompt_lengths(
         raise PromptError("prompt 0 has no tokens: a prompt needs at least one")
     if input_ids.is_floating_point():
         raise PromptError(f"input_ids must be whole numbers, got a tensor of {input_ids.dtype}")
-    if given is not None and given.shape != input_ids.shape:
-        shapes = f"{[*input_ids.shape]}, got {[*given.shape]}"
+    if own_mask is not None and own_mask.shape != input_ids.shape:
+        shapes = f"{[*input_ids.shape]}, got {[*own_mask.shape]}"
         raise UnsupportedModelError(f"attention_mask must have the shape of input_ids, {shapes}")
-    mask = np.ones((batch_size, longest), bool) if given is None else given.bool().cpu().numpy()
+    mask = np.ones((batch_size, longest), bool) if own_mask is None else own_mask.bool().cpu().numpy()
     lengths: NDArray[np.int64] = mask.sum(1)
     if (lengths == 0).any():
         raise _left_out(

@@ -73,7 +73,9 @@ class Engine:
         plan = plan_of(call.model)
         # Only the leading process has proposers and a controller.
         self._tp_group = tensor_parallel_group(call.model) if plan.processes > 1 else None
-        self._runs_users_code = bool(plan.user_code) or any(isinstance(each, ValidatedProposer) for each in proposers)
+        self._runs_users_code = bool(plan.user_code) or any(
+            isinstance(proposer, ValidatedProposer) for proposer in proposers
+        )
         # Proposers and controller may share learned state with engines on other threads. Passes and verification run
         # without the lock, so threads that share a model decode in parallel.
         self._learning = state_of(call.model).learned.lock
@@ -350,7 +352,7 @@ class Engine:
             if scores.top is not None and scores.probabilities is not None:
                 top = Top(draft.tree, scores.top[at, :nodes], scores.probabilities[at, :nodes])
             argmax = scores.argmax[at, :nodes] if len(scores.argmax) else NO_NODES
-            states = {layer: each[at, :nodes] for layer, each in hidden.items()} if hidden else {}
+            states = {layer: states[at, :nodes] for layer, states in hidden.items()} if hidden else {}
             feedback = Feedback(result.tokens, result.path, argmax, top, states, prompts[at] if prompts else {})
             for proposer, placed in zip(self._proposers, draft.placed, strict=True):
                 proposer.observe(row.slot, feedback, placed)
@@ -364,8 +366,10 @@ class Engine:
         for row in self._rows if self._isolates else self._rows[:1]:
             if not row.chooser.is_plain_greedy:
                 # Rows share random draws only if they all belong to one batch, whose last rows may yet be read.
-                sharing = [row] if self._isolates else [*self._rows, *(each for each in self.batch if not each.emitted)]
-                row.chooser.forget_before(min(each.emitted for each in sharing))
+                sharing = (
+                    [row] if self._isolates else [*self._rows, *(other for other in self.batch if not other.emitted)]
+                )
+                row.chooser.forget_before(min(other.emitted for other in sharing))
         return results
 
     def end(self, index: int) -> None:

@@ -39,12 +39,12 @@ class AttentionScope:
 
     def __init__(self, model: PreTrainedModel) -> None:
         # The model keeps its own configuration: users read it, and no module chooses attention by it.
-        held = [(module, module.__dict__.get("config")) for module in model.modules() if module is not model]
+        configs = [(module, module.__dict__.get("config")) for module in model.modules() if module is not model]
         with _guard:
             # For `patched_attribute`, as long as a thread is in service.
             self.views = [
                 (module, real_config(config), _view_of(real_config(config)))
-                for module, config in held
+                for module, config in configs
                 if isinstance(config, PretrainedConfig)
             ]
             self._own_views = tuple({id(view): view for _, _, view in self.views}.values())

@@ -227,7 +227,7 @@ class TreeCache(Cache):
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of all layers with their own KV. A layer that shares another's is never written."""
-        return [each for layer in self._written() for each in (layer.keys, layer.values)]
+        return [states for layer in self._written() for states in (layer.keys, layer.values)]
 
     def _written(self) -> list[TreeLayer]:
         """The layers that have slots."""
@@ -245,8 +245,8 @@ class TreeCache(Cache):
         """Prepare for a pass that continues the text of a single row."""
         self.levels = None
         for layer in self.states:
-            held = layer.committed.get(row, {})
-            layer.load({key: each[None].clone() for key, each in held.items()})
+            states = layer.committed.get(row, {})
+            layer.load({key: state[None].clone() for key, state in states.items()})
 
     def end_prompt(self, row: int) -> None:
         """Keep the states after a pass over a single row."""
@@ -336,7 +336,7 @@ class TreeCache(Cache):
         slots = slice(length) if path is None else torch.cat([torch.arange(length, device=path.device), length + path])
         for at, layer in enumerate(self.layers):
             if isinstance(layer, TreeLayer) and layer.is_initialized:
-                keys, values = (each[row, slots].transpose(0, 1).clone() for each in (layer.keys, layer.values))
+                keys, values = (states[row, slots].transpose(0, 1).clone() for states in (layer.keys, layer.values))
                 kv[at] = keys, values
             if isinstance(layer, StateLayer):
                 states[at] = {key: state.clone() for key, state in layer.committed[row].items()}
@@ -348,16 +348,16 @@ class TreeCache(Cache):
         A sliding-window layer may hold only the last n tokens, which fill the slots before `length`. None stands for a
         layer that reads the KV of another layer.
         """
-        for at, held in enumerate(states):
+        for at, pair in enumerate(states):
             if at == len(self.layers):
                 self.layers.append(self._next_layer())
-            if held is None:
+            if pair is None:
                 continue
-            layer, (keys, values) = self.layers[at], held
+            layer, (keys, values) = self.layers[at], pair
             if not layer.is_initialized:
                 layer.lazy_initialization(keys[None], values[None])
-            for buffer, each in ((layer.keys, keys), (layer.values, values)):
-                buffer[row, length - each.shape[1] : length] = each.transpose(0, 1)
+            for buffer, new in ((layer.keys, keys), (layer.values, values)):
+                buffer[row, length - new.shape[1] : length] = new.transpose(0, 1)
         slots = self.slots
         slots.lengths[row], slots.origins[row] = length, new_origin(origin, length)
         slots.reached = max(slots.reached, length)
@@ -380,7 +380,7 @@ class TreeCache(Cache):
             self.slots.lengths[row], self.slots.origins[row] = length, self.slots.origins[last]
             for layer in self.states:
                 layer.committed[row] = layer.committed.pop(last, {})
-            self._ahead = {row if each == last else each for each in self._ahead - {row}}
+            self._ahead = {row if other == last else other for other in self._ahead - {row}}
         self._forget_states(last)
         self.levels = None
         self.slots.lengths[last], self.slots.origins[last] = 0, new_origin()

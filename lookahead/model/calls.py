@@ -68,8 +68,8 @@ class ResolvedCall(NamedTuple):
             inputs_tensor: Tensor | None = None,
             **model_kwargs: Any,
         ) -> Tensor:
-            given = model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor
-            resolved.append(cls(*given, model_kwargs))
+            arguments = model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor
+            resolved.append(cls(*arguments, model_kwargs))
             return input_ids.clone()
 
         generate: Any = model.generate

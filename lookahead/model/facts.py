@@ -256,7 +256,7 @@ def modules_of_text(model: nn.Module) -> list[nn.Module]:
     """
     if not isinstance(model, PreTrainedModel) or decoder_of(model) is not model:
         return list(model.modules())
-    text = {part for each in (model.get_decoder(), model.get_output_embeddings()) if each for part in each.modules()}
+    text = {part for root in (model.get_decoder(), model.get_output_embeddings()) if root for part in root.modules()}
     if model.get_input_embeddings() not in text:  # some models call their head a decoder
         return list(model.modules())
     beside = {

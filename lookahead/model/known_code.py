@@ -63,7 +63,7 @@ _SHARED: tuple[Any, ...] = (torch, torch.Tensor, torch._C._nn, torch.nn.function
 _LINEARS = frozenset((nn.Linear, Conv1D))
 _CLASSES = [value for value in vars(cache_utils).values() if getattr(value, "__module__", "") == cache_utils.__name__]
 # Caches and their layers; a mapping between layers has methods of the standard library.
-_CACHES = frozenset(each for each in _CLASSES if isinstance(each, type) and not issubclass(each, Mapping))
+_CACHES = frozenset(kind for kind in _CLASSES if isinstance(kind, type) and not issubclass(kind, Mapping))
 CRITERIA = frozenset((EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria))
 """Stopping criteria that treat every row separately and keep no state. A subclass may differ."""
 AROUND = _CACHES | {LogitsProcessorList, StoppingCriteriaList} | CRITERIA
@@ -81,7 +81,7 @@ def _is_known_file(file: str) -> bool:
     if file.startswith(_STANDARD_LIBRARY):
         return "-packages" + os.sep not in file
     return not file.endswith(_AUTOCAST) and any(
-        file.startswith(each) for name in KNOWN_PACKAGES for each in _folders(name)
+        file.startswith(folder) for name in KNOWN_PACKAGES for folder in _folders(name)
     )
 
 
@@ -189,15 +189,15 @@ def code_of(classes: frozenset[type]) -> Code:
         and all(map(is_, map(_CODE_OF, code.functions), code.codes))
     ):
         return code
-    held = [value for value in values if type(value) not in _DATA]
-    functions = [value for value in held if type(value) is FunctionType]
+    objects = [value for value in values if type(value) not in _DATA]
+    functions = [value for value in objects if type(value) is FunctionType]
     codes = list(map(_CODE_OF, functions))
-    number = hash(tuple(map(id, held + codes)))
+    number = hash(tuple(map(id, objects + codes)))
     foreign = () if code is None else code.foreign
     if code is None or code.number != number:
         called = [*own, *(_called(kinds, file) for file in {file.__name__: file for _, file in files}.values())]
-        found = [function for space in called for value in list(space.values()) for function in callables_in(value)]
-        foreign = tuple(function for function in found if not is_known(function))
+        reached = [function for space in called for value in list(space.values()) for function in callables_in(value)]
+        foreign = tuple(function for function in reached if not is_known(function))
     code = _found[classes] = Code(number, foreign, values, functions, codes)
     while len(_found) > _MAX_CODES:
         _found.pop(next(iter(_found)), None)
@@ -206,18 +206,18 @@ def code_of(classes: frozenset[type]) -> Code:
 
 def _called(classes: Iterable[type], file: ModuleType) -> dict[str, Any]:
     """The globals of a file that the methods of its classes name, and the globals that these name in turn."""
-    space, found = vars(file), dict[str, Any]()
+    space, functions = vars(file), dict[str, Any]()
     kinds = [kind for kind in classes if kind.__module__ == file.__name__]
-    waiting = [each for kind in kinds for value in list(vars(kind).values()) for each in callables_in(value)]
+    waiting = [function for kind in kinds for value in list(vars(kind).values()) for function in callables_in(value)]
     while waiting:
         function = inspect.unwrap(waiting.pop())
         for name in getattr(getattr(function, "__code__", None), "co_names", ()):
             value = space.get(name)
             # Other callables may be models, and must not be kept alive.
-            if name not in found and isinstance(value, FunctionType | BuiltinFunctionType):
-                found[name] = value
+            if name not in functions and isinstance(value, FunctionType | BuiltinFunctionType):
+                functions[name] = value
                 waiting.append(value)
-    return found
+    return functions
 
 
 def callables_in(value: Any) -> Iterator[Any]:
@@ -300,17 +300,17 @@ def attention_code(model: Any, modules: Sequence[nn.Module]) -> list[Callable[..
     common = model.config.get_text_config()._attn_implementation or "eager"
     layers = [module for module in modules if "layer_idx" in module.__dict__]
     own = [getattr(layer.__dict__.get("config"), "_attn_implementation", None) for layer in layers]
-    kinds = {(type(each).__module__, name or common) for each, name in zip(layers, own, strict=True)}
-    found: list[Any] = [masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(common)]
-    found.append(
+    kinds = {(type(layer).__module__, name or common) for layer, name in zip(layers, own, strict=True)}
+    functions: list[Any] = [masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(common)]
+    functions.append(
         moe.ALL_EXPERTS_FUNCTIONS.get(getattr(model.config.get_text_config(), "_experts_implementation", None))
     )
     for file, name in sorted(kinds):
         space = vars(sys.modules[file]) if file in sys.modules else {}
         registry = space.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-        found.append(registry.get(name, space.get("eager_attention_forward")))
-        found += [value for key, value in list(space.items()) if key.startswith("create_") and key.endswith("mask")]
-    return [each for each in found if each is not None]
+        functions.append(registry.get(name, space.get("eager_attention_forward")))
+        functions += [value for key, value in list(space.items()) if key.startswith("create_") and key.endswith("mask")]
+    return [function for function in functions if function is not None]
 
 
 def changed_caches() -> str:
@@ -324,7 +324,7 @@ def changed_cache(cache: Any) -> str:
         return ""
     parts = [cache, *(getattr(cache, "layers", None) or ())]
     items = [item for part in parts for item in list(vars(part).items())]
-    own = [name for name, each in items if callable(each) and not isinstance(each, type | torch.dtype)]
+    own = [name for name, value in items if callable(value) and not isinstance(value, type | torch.dtype)]
     return own[0] if own else _changed_in(frozenset(map(type, parts)))
 
 
@@ -334,7 +334,9 @@ def _changed_in(kinds: frozenset[type]) -> str:
         return ""
     used = frozenset(re.findall(r"\w+", inspect.getsource(cache_utils)))
     spaces = [vars(base) for kind in kinds for base in kind.__mro__ if base is not object]
-    names = {id(each): name for space in spaces for name, value in space.items() for each in callables_in(value)}
+    names = {
+        id(function): name for space in spaces for name, value in space.items() for function in callables_in(value)
+    }
     added = {at for at, name in names.items() if not name.startswith("__") and name not in used}
     return next((name_of(function) for function in foreign if id(function) not in added), "")
 
@@ -342,7 +344,7 @@ def _changed_in(kinds: frozenset[type]) -> str:
 def global_hooks() -> list[Any]:
     """Torch's hooks for all modules."""
     hooks = modules_of_torch._global_forward_hooks, modules_of_torch._global_forward_pre_hooks
-    return [hook for each in hooks for hook in each.values()]
+    return [hook for registry in hooks for hook in registry.values()]
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

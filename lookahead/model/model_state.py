@@ -99,10 +99,10 @@ class ModelPlan:
 
         It must not hold the model itself, whose state would keep it alive.
         """
-        held = self._parts.get(name)
-        if held is None or held[0] != form:
-            held = self._parts[name] = form, make()
-        part: T = held[1]
+        entry = self._parts.get(name)
+        if entry is None or entry[0] != form:
+            entry = self._parts[name] = form, make()
+        part: T = entry[1]
         return part
 
     def rest(self) -> None:
@@ -208,13 +208,13 @@ def checkpointed(model: Any) -> list[tuple[Any, Any, Any]]:
 
     No gradient is computed in our passes, and no token depends on it.
     """
-    found = [module for module in modules_of(model) if module.training and module.__dict__.get(CHECKPOINTING)]
-    return [(each, True, False) for each in found]
+    modules = [module for module in modules_of(model) if module.training and module.__dict__.get(CHECKPOINTING)]
+    return [(module, True, False) for module in modules]
 
 
 def _attributes_of(module: Any) -> dict[str, Any]:
     """What a pass may set on a module; not what our passes set, in any thread."""
-    return {name: each for name, each in vars(module).items() if name not in STANDARD and not _is_set_by_us(each)}
+    return {name: value for name, value in vars(module).items() if name not in STANDARD and not _is_set_by_us(value)}
 
 
 def _is_set_by_us(value: Any) -> bool:
@@ -230,25 +230,27 @@ def leaving_nothing(model: Any) -> Iterator[None]:
     modules = modules_of(model)
     attributes = [(vars(module), _attributes_of(module)) for module in modules]
     attributes += [(module._buffers, dict(module._buffers)) for module in modules if isinstance(module._buffers, dict)]
-    small = [buffer for each in modules for buffer in each._buffers.values() if buffer is not None]
-    small = [each for each in small if not (each.is_meta or each.is_inference()) and each.nbytes <= _SMALL_BUFFER]
-    contents, versions = [each.clone() for each in small], [each._version for each in small]
+    small = [buffer for part in modules for buffer in part._buffers.values() if buffer is not None]
+    small = [
+        buffer for buffer in small if not (buffer.is_meta or buffer.is_inference()) and buffer.nbytes <= _SMALL_BUFFER
+    ]
+    contents, versions = [buffer.clone() for buffer in small], [buffer._version for buffer in small]
     drawn = random.getstate(), np.random.get_state()
-    weights = [each for module in modules for each in module._parameters.values() if each is not None]
-    gpus = {each.device for each in weights if each.device.type == "cuda"}  # torch warns if it has to guess them
+    weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
+    gpus = {weight.device for weight in weights if weight.device.type == "cuda"}  # torch warns if it has to guess them
     try:
         with outside_passes(), torch.random.fork_rng(gpus), patched_attribute(CHECKPOINTING, checkpointed(model)):
             yield
     finally:
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
-        for held, before in attributes:
-            changed = {name for name, each in before.items() if held.get(name) is not each}
-            held.update({name: before[name] for name in changed if not _is_set_by_us(held.get(name))})
+        for values, before in attributes:
+            changed = {name for name, value in before.items() if values.get(name) is not value}
+            values.update({name: before[name] for name in changed if not _is_set_by_us(values.get(name))})
         with torch.no_grad():
-            for each, content, version in zip(small, contents, versions, strict=True):
-                if each._version != version:
-                    each.copy_(content)
+            for buffer, content, version in zip(small, contents, versions, strict=True):
+                if buffer._version != version:
+                    buffer.copy_(content)
 
 
 _guard = RLock()

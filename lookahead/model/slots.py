@@ -113,15 +113,15 @@ def sharing_groups(origins: Sequence[Origin], starts: Sequence[int], *, most: in
     Returns:
         `[rows, 2 + most]`: for each group the shared slots, the number of rows, and the rows; zeros at the end.
     """
-    found: NDArray[np.int64] = np.zeros((len(origins), 2 + most), np.int64)
+    groups: NDArray[np.int64] = np.zeros((len(origins), 2 + most), np.int64)
     group = -1
     for row in sorted(range(len(origins)), key=origins.__getitem__, reverse=True):
         if group >= 0:
-            shared, size, first = (int(each) for each in found[group, :3])
+            shared, size, first = (int(number) for number in groups[group, :3])
             both = min(shared_tokens(origins[first], origins[row]), starts[row], starts[first]) // step * step
             if size < most and both > shared // 2:  # sharing half the slots or fewer would be a loss
-                found[group, :2], found[group, 2 + size] = (min(both, shared or both), size + 1), row
+                groups[group, :2], groups[group, 2 + size] = (min(both, shared or both), size + 1), row
                 continue
         group += 1
-        found[group, 1:3] = 1, row
-    return found
+        groups[group, 1:3] = 1, row
+    return groups

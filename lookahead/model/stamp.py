@@ -104,7 +104,7 @@ def stamp_of(model: Any) -> Stamp:
 def form_of(model: Any) -> Form:
     """The form of a model now: one loop over its modules, for every call and every block of service asks for it."""
     modules, is_stateful = modules_of(model), getattr(model, "_is_stateful", False)  # its passes set attributes
-    attributes, tensors, code, held = list[Any](), dict[int, Tensor](), list[Any](), list[int]()
+    attributes, tensors, code, ids = list[Any](), dict[int, Tensor](), list[Any](), list[int]()
     for module in modules:
         own = module.__dict__
         for name in sorted(own.keys() - STANDARD):
@@ -114,7 +114,7 @@ def form_of(model: Any) -> Form:
             elif value is None:
                 continue
             elif name == "config" and kind not in _GROUPS:
-                held.append(id(getattr(value, "_viewed", value)))  # the view of a pass stands for it
+                ids.append(id(getattr(value, "_viewed", value)))  # the view of a pass stands for it
             elif kind in _GROUPS or isinstance(value, _NUMBERS):
                 attributes.append((name, repr(sorted(map(repr, value)) if kind is set else value)))
             elif isinstance(value, Tensor):
@@ -142,20 +142,20 @@ def form_of(model: Any) -> Form:
     plain = xxhash.xxh3_64_intdigest(marshal.dumps(attributes, 2))  # `hash` has the same value for -1 and -2
     called = code_of(frozenset(kinds)).number, code_of(AROUND).number
     parts = structure, *shapes, *strides, *called, *map(id, code), plain, *_settings_of(model)
-    number = hash((*parts, *map(id, modules), *tensors, *places, *held))
+    number = hash((*parts, *map(id, modules), *tensors, *places, *ids))
     return Form(number, structure, parts, tensors, places, code)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """A model and its submodules, each once, like `nn.Module.modules` in a third of its time."""
-    found = dict[int, nn.Module]()
+    modules = dict[int, nn.Module]()
     waiting: list[Any] = [model]
     while waiting:
         module = waiting.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
+        if module is not None and id(module) not in modules:
+            modules[id(module)] = module
             waiting += module._modules.values()
-    return list(found.values())
+    return list(modules.values())
 
 
 def digest_of(model: Any) -> str | None:
@@ -168,8 +168,8 @@ def digest_of(model: Any) -> str | None:
     for name, module in modules.items():
         own = [(key, value) for key, value in vars(module).items() if key not in STANDARD]
         plain = {key: value for key, value in own if type(value) in _PLAIN or type(value) in _GROUPS}
-        held = (*module._parameters.items(), *module._buffers.items())
-        tensors = {key: value for key, value in held if value is not None}
+        items = (*module._parameters.items(), *module._buffers.items())
+        tensors = {key: value for key, value in items if value is not None}
         if not all(map(_is_memory, tensors.values())):
             return None
         arrays = list(tensors.values())
@@ -194,7 +194,7 @@ def digest_of(model: Any) -> str | None:
 def _settings_of(model: Any) -> tuple[str, ...]:
     """The configuration of a model, and torch's settings that change its passes."""
     values = []
-    for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
+    for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
         for name, value in list(vars(config).items()):
             kind = type(value)
             is_shown = value is None or kind in _PLAIN or kind in _GROUPS
@@ -239,16 +239,16 @@ class ContentTable(NamedTuple):
 
     def contents(self, tensors: Sequence[Tensor]) -> list[int]:
         """The digests of the tensors."""
-        found = list[int]()
+        digests = list[int]()
         for views in self.views:
             digest = xxhash.xxh3_64()
             for view in views:
                 digest.update(np.ascontiguousarray(view).data)
-            found.append(digest.intdigest())
+            digests.append(digest.intdigest())
         if self.odd:
             for at, sample in zip(self.odd, _digests_of_samples([tensors[at] for at in self.odd]), strict=True):
-                found[at] ^= sample
-        return found
+                digests[at] ^= sample
+        return digests
 
 
 _tables: WeakKeyDictionary[Any, ContentTable] = WeakKeyDictionary()  # the newest of every model
@@ -294,14 +294,14 @@ def _is_memory(tensor: Tensor) -> bool:
 def _digests_of_samples(tensors: Sequence[Tensor]) -> list[int]:
     """Digests of evenly spaced numbers and the last ones of tensors, with one copy to the host for each device."""
     samples = [(at, sample) for at, tensor in enumerate(tensors) for sample in _samples_of(tensor)]
-    found = [0] * len(tensors)
+    digests = [0] * len(tensors)
     for device in {sample.device for _, sample in samples}:
         here = [(at, sample) for at, sample in samples if sample.device == device]
         whole = torch.cat([sample for _, sample in here]).cpu().numpy()
         ends = np.cumsum([len(sample) for _, sample in here])[:-1]
         for (at, _), data in zip(here, np.split(whole, ends), strict=True):
-            found[at] = hash((found[at], xxhash.xxh3_64_intdigest(data.data)))
-    return found
+            digests[at] = hash((digests[at], xxhash.xxh3_64_intdigest(data.data)))
+    return digests
 
 
 def _samples_of(tensor: Tensor) -> list[Tensor]:

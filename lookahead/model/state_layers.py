@@ -50,11 +50,11 @@ class Levels:
         self._places: NDArray[np.int64] = np.zeros(len(trees) * width, np.int64)  # index of each node in its level
         self.all: list[Level] = []
         for depth in range(int(depths.max()) + 1):
-            found = np.flatnonzero(depths == depth)
-            own = nodes[found]
+            places = np.flatnonzero(depths == depth)
+            own = nodes[places]
             self._places[own] = np.arange(len(own))
-            before = self._places[parents[found]] if depth else np.arange(len(trees))
-            self.all.append(Level(*(torch.from_numpy(each.astype(np.int64)).to(device) for each in (own, before))))
+            before = self._places[parents[places]] if depth else np.arange(len(trees))
+            self.all.append(Level(*(torch.from_numpy(array.astype(np.int64)).to(device) for array in (own, before))))
 
     @cached_property
     def parents(self) -> list[Tensor]:
@@ -84,8 +84,8 @@ class StateLayer(_Layer):  # type: ignore[misc]
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Hold new states directly; the base class copies them into memory of a fixed address."""
-        held = self.recurrent_states.get(state_idx)
-        if held is None or (held.shape, held.dtype) != (recurrent_states.shape, recurrent_states.dtype):
+        former = self.recurrent_states.get(state_idx)
+        if former is None or (former.shape, former.dtype) != (recurrent_states.shape, recurrent_states.dtype):
             made: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
             return made
         self.recurrent_states[state_idx] = recurrent_states
@@ -102,7 +102,7 @@ class StateLayer(_Layer):  # type: ignore[misc]
             self.load({key: torch.stack([states[key] for states in rows]) for key in rows[0]})
         else:
             before = self.level(depth - 1).items()
-            self.load({key: each.index_select(0, parents.to(each.device)) for key, each in before})
+            self.load({key: state.index_select(0, parents.to(state.device)) for key, state in before})
 
     def end(self, depth: int) -> None:
         """Keep the states after a call, for the next nodes of a level."""
@@ -126,7 +126,7 @@ class StateLayer(_Layer):  # type: ignore[misc]
         level, place = levels.place_of(row, int(path[-1]))
         # A view of one state would keep the states of all nodes in memory.
         states = self.level(level).items()
-        return {key: each[place].clone() if len(each) > 1 else each[0] for key, each in states}
+        return {key: state[place].clone() if len(state) > 1 else state[0] for key, state in states}
 
     def memory_like(self, key: tuple[str, int], state: Tensor) -> Tensor:
         """Memory for a state of a kind, which no row uses: new memory of this size costs as much as a kernel.
@@ -134,10 +134,10 @@ class StateLayer(_Layer):  # type: ignore[misc]
         It is free again at the next call unless its state becomes that of a row.
         """
         used = {id(states.get(key)) for states in self.committed.values()}
-        free = [each for each in self._memory if id(each) not in used and each.shape == state.shape]
+        free = [one for one in self._memory if id(one) not in used and one.shape == state.shape]
         if not free:
             free = [torch.empty_like(state)]
-            self._memory = [each for each in self._memory if id(each) in used] + free
+            self._memory = [state for state in self._memory if id(state) in used] + free
         return free[0]
 
     def drop(self) -> None:
@@ -147,13 +147,13 @@ class StateLayer(_Layer):  # type: ignore[misc]
 
     def read(self, row: int) -> None:
         """Commit the states after the newest call of the layer, which was over a single row."""
-        self.committed[row] = {key: each[0] for key, each in self.taken().items()}
+        self.committed[row] = {key: state[0] for key, state in self.taken().items()}
 
 
 def states_in(layer: Any) -> States:
     """The states in a layer of a transformers cache."""
     kinds = (("conv", layer.conv_states), ("recurrent", layer.recurrent_states))
-    return {(kind, at): each for kind, held in kinds for at, each in held.items() if each is not None}
+    return {(kind, at): state for kind, states in kinds for at, state in states.items() if state is not None}
 
 
 def load_states(layer: Any, states: States) -> None:

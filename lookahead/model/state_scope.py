@@ -63,7 +63,7 @@ class StateScope:
             own = module.__dict__.get("forward")
             if isinstance(own, partial) and own.func is _forward:  # another thread runs a pass
                 own = own.keywords["own"]
-            forward = partial(_forward, own=own, module=module, layers=layers, known={})
+            forward = partial(_forward, own=own, module=module, layers=layers, cached={})
             self._patches["forward"].append((module, own, forward))
             for child, linear in module.named_children():
                 if isinstance(linear, nn.Linear):
@@ -93,11 +93,11 @@ class StateScope:
 
 
 def _forward(
-    hidden_states: Tensor, *args: Any, own: Any, module: Any, layers: list[int], known: dict[str, Any], **kwargs: Any
+    hidden_states: Tensor, *args: Any, own: Any, module: Any, layers: list[int], cached: dict[str, Any], **kwargs: Any
 ) -> Any:
     """Call a module that mixes tokens by its states: in passes over trees, once for the nodes of every depth.
 
-    The linear layer that makes its output is cached in `known`.
+    The linear layer that makes its output is kept in `cached`.
     """
     forward = own if own is not None else partial(type(module).forward, module)
     cache: TreeCache | None = getattr(thread, "cache", None)
@@ -117,9 +117,9 @@ def _forward(
         for at in layers:
             cache.layers[at].end(0)
         return made
-    calls = LevelCalls(hidden_states, levels, known.get("last"))
-    made = calls.run(cache, layers, thread.most, lambda given: forward(given, *args, **kwargs))
-    known["last"] = calls.last
+    calls = LevelCalls(hidden_states, levels, cached.get("last"))
+    made = calls.run(cache, layers, thread.most, lambda states: forward(states, *args, **kwargs))
+    cached["last"] = calls.last
     return made
 
 
@@ -144,7 +144,7 @@ def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
 
     A comparison of bits continues behind the same text, so the plan keeps what this pass has read until then.
     """
-    running, found = list[str](), defaultdict[str, set[int]](set)
+    running, layers_of = list[str](), defaultdict[str, set[int]](set)
     handles: list[RemovableHandle] = []
 
     def enter(name: str, *_: Any) -> None:
@@ -155,7 +155,7 @@ def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
 
     def note(layer: int) -> None:
         if running:  # a later probe continues from the cache
-            found[running[-1]].add(layer)
+            layers_of[running[-1]].add(layer)
 
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(partial(enter, name)))
@@ -163,10 +163,10 @@ def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
     config, causal_lm = model.config.get_text_config(decoder=True), model
     cache = _RecordingCache(config, note)
     ids = torch.from_numpy(probe_text(model).astype(np.int64))[None].to(input_device(model))
-    given: dict[str, Any] = {"input_ids": ids, cache_input(model): cache}
+    arguments: dict[str, Any] = {"input_ids": ids, cache_input(model): cache}
     try:
         with torch.inference_mode():
-            causal_lm(**given, use_cache=True)
+            causal_lm(**arguments, use_cache=True)
     except Exception as error:  # a model with its own cache type may raise anything
         if is_out_of_memory(error):
             raise
@@ -175,13 +175,13 @@ def _find_mixers(model: PreTrainedModel, layers: list[Any]) -> Mixers:
         for handle in handles:
             handle.remove()
     expected = {at for at, layer in enumerate(layers) if has_states(layer)}
-    if set().union(*found.values()) != expected:
+    if set().union(*layers_of.values()) != expected:
         return _NONE
-    held = (states_in(layer) for layer in cache.layers if has_states(layer))
-    size = sum(each.nbytes for states in held for each in states.values())
+    all_states = (states_in(layer) for layer in cache.layers if has_states(layer))
+    size = sum(state.nbytes for states in all_states for state in states.values())
     if model.dtype in (torch.bfloat16, torch.float16):
         plan_of(model).own_read = cache
-    return Mixers({name: sorted(at) for name, at in found.items()}, size)
+    return Mixers({name: sorted(at) for name, at in layers_of.items()}, size)
 
 
 def most_nodes(model: PreTrainedModel, rows: int) -> int:

@@ -46,14 +46,17 @@ class TokenChooser:
         keep: bool = False,
         generator: torch.Generator | None = None,  # of the noise; None for torch's global one
     ) -> None:
-        own = {i: each.objects(batch_size) for i, each in enumerate(processors) if is_per_row(each)}
+        own = {i: processor.objects(batch_size) for i, processor in enumerate(processors) if is_per_row(processor)}
         self._processors = [LogitsProcessorList() for _ in range(batch_size)]
         if processors:
             self._processors = [_for_row(processors, own, row, batch_size) for row in range(batch_size)]
         self.forcing = [
-            next((each for each in own if isinstance(each, ForcingProcessor)), None) for own in self._processors
+            next((processor for processor in own if isinstance(processor, ForcingProcessor)), None)
+            for own in self._processors
         ]
-        self.is_known = all(type(each) in _ROW_WISE and is_known(type(each).__call__) for each in processors)
+        self.is_known = all(
+            type(processor) in _ROW_WISE and is_known(type(processor).__call__) for processor in processors
+        )
         self._do_sample = do_sample
         self._keep = keep
         self.logits: list[list[Tensor]] = [[] for _ in range(batch_size)]

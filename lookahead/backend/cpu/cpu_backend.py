@@ -110,15 +110,15 @@ class CpuBackend(TorchBackend):
     def _measured_mixing(self, model: PreTrainedModel) -> Mixing:
         """How the recurrent layers of a model run, compared once for its weights."""
         plan, is_half = plan_of(model), self._keeps(BitPolicy.SOLO)
-        found = {} if self._why_apart else plan.part("mixers", plan.form, partial(find_mixers, model))
-        if not (found or is_half):
+        mixers = {} if self._why_apart else plan.part("mixers", plan.form, partial(find_mixers, model))
+        if not (mixers or is_half):
             return Mixing()
-        name = f"mixers, {torch.get_num_threads()} threads{', passes' if found else ''}"
+        name = f"mixers, {torch.get_num_threads()} threads{', passes' if mixers else ''}"
         make = partial(type(self), model, rows=1, capacity=64)
         find = partial(
             mixing_of,
             lambda mixing: make(packs=mixing.by_kernels, mixing=mixing),
-            found.values(), decoder_vocabulary(model), is_half=self._is_half,
+            mixers.values(), decoder_vocabulary(model), is_half=self._is_half,
         )  # fmt: skip
         return state_of(model).probed(name, model, find, Mixing.of)
 
@@ -180,23 +180,23 @@ class CpuBackend(TorchBackend):
         mode = CpuPass(policy, is_prompt, packs, packs_experts, linears.fewest, last_rows)
         layers = self._hidden_layers if self.keeps_hidden else ()
         with running(mode, fuses=by_kernels) as seen:
-            given = None
+            result = None
             mixes = not self.cache.states or bool(self._mixers)
             if isinstance(whole, WholePass) and seen is not None and not is_prompt and by_kernels and mixes:
                 assert self._scope is not None
                 attending = partial(self._scope.running, partial(attend, tree_pass, self._spans))
-                given = whole(tree_pass, self.cache, seen, layers, attending, self._known)
+                result = whole(tree_pass, self.cache, seen, layers, attending, self._known)
             if not is_prompt:
-                self.is_ragged = given is not None
+                self.is_ragged = result is not None
                 self.ragged_nodes = whole.most_nodes if isinstance(whole, WholePass) else 0
-            if given is None:
+            if result is None:
                 is_usual = by_kernels and self._takes_rows and not (self._why_apart or any(self._windows))
                 is_long = self.cache.slots.width >= prompt_attention.FEWEST
                 is_served = seen is not None and not self._inputs.has_cross
                 tree_pass.reads_by_kernel = is_usual and is_long and is_served
                 logits = super()._forward(tree_pass, policy)
             else:
-                logits, self.hidden = given
+                logits, self.hidden = result
             self.is_cold = thread.is_cold
         return logits
 

@@ -170,15 +170,15 @@ def _declared(module: Any, family: Family) -> DeclaredLayer:
     layer = DeclaredLayer(module, family, residuals, vars(sys.modules[family.file])["eager_attention_forward"])
     names = {id(part): name or "itself" for name, part in module.named_modules()}
     called = () if layer.called is None else layer.called.module.modules()
-    known = {id(part) for part in (*layer.parts, *layer.linears, *layer.gates, *called)}
-    faults = [names[id(part)] for part in module.modules() if id(part) not in known and not _is_passive(part)]
+    declared = {id(part) for part in (*layer.parts, *layer.linears, *layer.gates, *called)}
+    faults = [names[id(part)] for part in module.modules() if id(part) not in declared and not _is_passive(part)]
     if faults:
         raise UndeclaredError(f"{faults[0]} is not declared")
     own = set[int]()
     if layer.attention is not None:
         own = {id(tensor) for tensor in layer.attention.options.values() if isinstance(tensor, Tensor)}
     if mixture := layer.experts:
-        own |= set(map(id, (*mixture.tensors, *(each for part in mixture.of_router for each in part.parameters()))))
+        own |= set(map(id, (*mixture.tensors, *(tensor for part in mixture.of_router for tensor in part.parameters()))))
     mixing = () if layer.recurrence is None else layer.recurrence.parts  # as a module, or checked by `tree_mixers`
     for part in (part for part in layer.parts if part not in mixing):
         of_file = type(part).__module__ == family.file or type(part) in _KNOWN

@@ -77,10 +77,10 @@ class PackedLinear:
     @property
     def product(self) -> str:
         """The product in use: "kernel" or "onednn" for packed weights, "stored" without a copy, or "torch"."""
-        found = next((value for value in self._packed.values() if value is not None), None)
-        if found is None or found.own is None:
-            return "torch" if found is None else "onednn"
-        return "stored" if found.layout.is_stored else "kernel"
+        packed = next((value for value in self._packed.values() if value is not None), None)
+        if packed is None or packed.own is None:
+            return "torch" if packed is None else "onednn"
+        return "stored" if packed.layout.is_stored else "kernel"
 
     def check(self, digest: int | None, *, copies: bool) -> None:
         """Drop packed weights if the weight has another digest: writes through `.data` do not increment its version."""
@@ -159,9 +159,9 @@ class LinearScope:
         if dtype == torch.float32:
             is_fast = backends[:1] == (own,) and own in measured_backends(dtype, (1,), _WHOLE_LAYERS)
             self.fewest = 1 if is_fast else 2
-        known, plan = state_of(model).linears, state_of(model).plan
+        linears, plan = state_of(model).linears, state_of(model).plan
         for layer in layers:
-            packed = known.setdefault(layer, PackedLinear())
+            packed = linears.setdefault(layer, PackedLinear())
             packed.check(None if plan is None else plan.stamp.contents.get(id(layer.weight)), copies=self.copies)
             self._forwards.append((layer, None, partial(_forward, layer, packed)))
         self._layers = frozenset(layers if own in backends else ())
@@ -177,20 +177,20 @@ class LinearScope:
         return self._forwards if multiplies_as_shipped() else []
 
 
-def packed_weights(layers: Sequence[Any], x: Tensor, known: dict[Any, PackedLookup]) -> Sequence[PackedWeight]:
+def packed_weights(layers: Sequence[Any], x: Tensor, cache: dict[Any, PackedLookup]) -> Sequence[PackedWeight]:
     """The weights by which our kernel multiplies rows in the running pass; empty unless it handles all layers.
 
-    Results are cached in `known` until a weight changes.
+    Results are kept in `cache` until a weight changes.
     """
     mode, rows = thread.running, x.numel() // x.shape[-1]
     if mode is None:
         return ()
     owns = [layer._parameters["weight"] for layer in layers]
     versions = [0 if own.is_inference() else own._version for own in owns]
-    held = known.get(mode)
-    if held is None or held.dtype != x.dtype or held.versions != versions or any(map(is_not, held.owns, owns)):
-        held = known[mode] = PackedLookup(owns, versions, x.dtype, *_find_all(layers, x.dtype, mode))
-    return held.weights if rows in held.rows else ()
+    entry = cache.get(mode)
+    if entry is None or entry.dtype != x.dtype or entry.versions != versions or any(map(is_not, entry.owns, owns)):
+        entry = cache[mode] = PackedLookup(owns, versions, x.dtype, *_find_all(layers, x.dtype, mode))
+    return entry.weights if rows in entry.rows else ()
 
 
 def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: CpuPass) -> tuple[Sequence[PackedWeight], range]:
@@ -201,11 +201,11 @@ def _find_all(layers: Sequence[Any], dtype: torch.dtype, mode: CpuPass) -> tuple
     for layer in layers:
         forward: Any = layer.__dict__.get("forward")
         is_packed = getattr(forward, "func", None) is _forward and layer._parameters["weight"].dtype == dtype
-        found = _find(layer, forward.args[1], fewest, mode) if is_packed else None
-        if found is None or found.own is None:
+        packed = _find(layer, forward.args[1], fewest, mode) if is_packed else None
+        if packed is None or packed.own is None:
             return (), range(0)
-        weights.append(found.own)
-        most = min(most, found.most)
+        weights.append(packed.own)
+        most = min(most, packed.most)
     # Products with equally many inputs may run together, in blocks of one size.
     if len({(weight.terms, weight.block) for weight in weights}) > len({weight.terms for weight in weights}):
         return (), range(0)
@@ -229,20 +229,20 @@ def _forward(layer: nn.Linear | Conv1D, packed: PackedLinear, x: Tensor) -> Tens
     key, version = (mode, torch.get_num_threads(), alike), -1
     if not weight.is_inference():
         version = weight._version
-    held = packed.found.get(key)
-    if held is None or version < 0 or held[0] is not weight or held[1] != version:
-        held = packed.found[key] = weight, version, _find(layer, packed, rows, mode)
-    found = held[2]
-    if found is not None and rows <= found.most:
-        return found.product(x, bias)
+    entry = packed.found.get(key)
+    if entry is None or version < 0 or entry[0] is not weight or entry[1] != version:
+        entry = packed.found[key] = weight, version, _find(layer, packed, rows, mode)
+    packed_weight = entry[2]
+    if packed_weight is not None and rows <= packed_weight.most:
+        return packed_weight.product(x, bias)
     if own.dtype == torch.float32:
         return by_torch(x, own, bias) if rows < _UNPACKED_ROWS else product_bits.by_onednn(x, own, bias)
     if not is_last and (mode.policy is not BitPolicy.SOLO or mode.is_prompt):
         return by_torch(x, own, bias)
     # Splitting takes as long as a small product.
-    most = max(1, rows_of(Kind.of(own, bias), Layout()).solo) if found is None else found.most
+    most = max(1, rows_of(Kind.of(own, bias), Layout()).solo) if packed_weight is None else packed_weight.most
     parts = [x] if rows <= most else x.reshape(rows, -1).split(most)
-    outs = [by_torch(part, own, bias) if found is None else found.product(part, bias) for part in parts]
+    outs = [by_torch(part, own, bias) if packed_weight is None else packed_weight.product(part, bias) for part in parts]
     return outs[0] if rows <= most else torch.cat(outs).view(*x.shape[:-1], -1)
 
 
@@ -260,8 +260,8 @@ def _find(layer: nn.Linear | Conv1D, packed: PackedLinear, rows: int, mode: CpuP
         return packed.weight(layer, BitPolicy.BATCH) if _is_for_prompts(own, layer.bias, layout) else None
     if policy is not BitPolicy.ROUNDED:
         return packed.weight(layer, policy)
-    found = packed.weight(layer, BitPolicy.SOLO)
-    return packed.weight(layer, BitPolicy.BATCH) if found is None or rows > found.most else found
+    solo = packed.weight(layer, BitPolicy.SOLO)
+    return packed.weight(layer, BitPolicy.BATCH) if solo is None or rows > solo.most else solo
 
 
 def _is_for_prompts(weight: Tensor, bias: Tensor | None, layout: Layout) -> bool:

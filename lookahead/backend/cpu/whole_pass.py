@@ -121,7 +121,7 @@ class WholePass:
         mode: CpuPass,
         layers: Sequence[int] = (),
         attending: Callable[[], AbstractContextManager[None]] = nullcontext,
-        known: dict[Hashable, PassTable] | None = None,
+        tables: dict[Hashable, PassTable] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]] | None:
         """The logits of all nodes, `[rows, width, vocab]`, and hidden states; None for an unsupported pass.
 
@@ -133,7 +133,7 @@ class WholePass:
             mode: How its layers compute.
             layers: The hidden states to return by layer, `[rows, width, size]`; numbered as in `output_hidden_states`.
             attending: Makes the block in which the model's own layers attend as nodes.
-            known: Tables of earlier passes, since when nothing can have changed the model; None if something can.
+            tables: Tables of earlier passes, since when nothing can have changed the model; None if something can.
         """
         if not self._is_small(tree_pass, cache):
             return None
@@ -143,7 +143,7 @@ class WholePass:
         is_called, mixture = not self._attends(tree_pass, starts), self._with_experts
         packs_experts = mixture is not None and mixture.packs_experts(mode)
         kind = mode, tuple(layers), rows, most, packs_experts, is_called, tree_pass.attends_per_node
-        table = known.get(kind) if known else None
+        table = tables.get(kind) if tables else None
         is_checked = table is not None and table.is_for(sum(counts))
         if not is_checked:
             table = self._checked(tree_pass, cache, kind, sum(counts))
@@ -155,7 +155,7 @@ class WholePass:
         tokens, at = tree_pass.tokens, tree_pass.positions
         if rows > 1:
             kept = torch.from_numpy(np.concatenate([row * width + np.arange(n) for row, n in enumerate(counts)]))
-            tokens, at = (each.flatten()[kept][None] for each in (tokens, at))
+            tokens, at = (numbers.flatten()[kept][None] for numbers in (tokens, at))
         with torch_on_one_thread() if most > 1 else nullcontext():
             hidden = getattr(self._decoder, self._family.embedding)(tokens)
             if self._family.embedding_factor:
@@ -175,8 +175,8 @@ class WholePass:
         before = self._states(cache, counts) if self._parts.mixers else {}
         if before is None:
             return None
-        if known is not None:
-            known[kind] = table
+        if tables is not None:
+            tables[kind] = table
         own = rotary(hidden, position_ids=at) if self._runs_mixers else None
         per_node = tree_pass.per_node if self._runs_mixers and tree_pass.attends_per_node else None
         context = PassContext(cache, [sum(counts[:row]) for row in range(rows)], before, own, per_node)
@@ -198,7 +198,9 @@ class WholePass:
             logits = logits if is_gemma3 else self._finished(logits, model.config.get_text_config())
         if kept is None:
             return logits, states
-        return padded(logits, kept, rows, width), {at: padded(each, kept, rows, width) for at, each in states.items()}
+        return padded(logits, kept, rows, width), {
+            at: padded(of_layer, kept, rows, width) for at, of_layer in states.items()
+        }
 
     def _checked(self, tree_pass: TreePass, cache: TreeCache, kind: tuple[Any, ...], tokens: int) -> PassTable | None:
         """The table of a kind of passes, for the model as it is now; None if it must run its own code."""
@@ -229,7 +231,7 @@ class WholePass:
             slopes, options = self._slopes.get(key[1:]), {"packs_experts": packs_experts, "is_called": is_called}
             table = cache.tables[key] = PassTable(parts, weights, of_head, cache, like, rows, places, slopes, **options)
             self._slopes[key[1:]] = table.slopes
-        fitting = [known[mode].rows for known in self._known if mode in known]
+        fitting = [modes[mode].rows for modes in self._known if mode in modes]
         most = min(mode.most_in_call // like.shape[2] + 1, *(some.stop for some in fitting))
         # Another number of tokens may need the head as a module, or no more.
         table.tokens = range(tokens, tokens + 1)
@@ -377,10 +379,10 @@ def whole_pass(
     if not all(linears.may_pack(linear) for layer in layers for linear in layer.linears):
         return "some of its weights are not packed"
     bounds = [limits_of(layer) for layer in layers]
-    detail = next((each for each in bounds if isinstance(each, str)), "")
+    detail = next((bound for bound in bounds if isinstance(bound, str)), "")
     if detail and torch.float32 in dtypes and not any(layer.called for layer in layers):
         return detail
-    limits = [] if detail else [each for each in bounds if isinstance(each, AttentionLimits)]
+    limits = [] if detail else [bound for bound in bounds if isinstance(bound, AttentionLimits)]
     is_plain = head is not None and "weight" in head._parameters and linears.may_pack(head)
     head = head if is_plain and _is_called_alone(head) else None
     parts = PassParts(layers, last, head, limits, mixers, latent_linears(layers, linears.may_pack))
