@@ -214,10 +214,10 @@ def _for_row(
             continue
         own: Any = copy(processor)  # a watermark has a state
         for name in _OF_PROMPTS:
-            held = getattr(own, name, None)
-            if isinstance(held, Tensor | list):
-                place = row * len(held) // batch_size  # several rows may continue one prompt
-                setattr(own, name, held[place : place + 1])
+            values = getattr(own, name, None)
+            if isinstance(values, Tensor | list):
+                place = row * len(values) // batch_size  # several rows may continue one prompt
+                setattr(own, name, values[place : place + 1])
         if isinstance(own, hf.EncoderNoRepeatNGramLogitsProcessor):
             own.batch_size = 1
         mine.append(own)
