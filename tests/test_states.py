@@ -60,6 +60,17 @@ def test_no_draft_changes_a_token(family: Any, offer: str, inputs: dict[str, Any
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [ONE, RAGGED], ids=["one", "ragged"])
+def test_layers_with_states_and_windows_beside_others_have_masks_of_their_own(inputs: Any, dtype: torch.dtype) -> None:
+    model = build(FAMILIES["Zaya"]).to(dtype)  # its windows are shorter than the text
+    options = {"do_sample": False, "max_new_tokens": 24, "custom_generate": lookahead.decode}
+    expected = generate(model, inputs, do_sample=False, max_new_tokens=24)
+    assert torch.equal(generate(model, inputs, **options, lookahead_config=LookaheadConfig(proposers=())), expected)
+    got = generate(model, inputs, **options)
+    assert dtype != torch.float32 or torch.equal(got, expected)
+
+
 def test_a_cache_with_layers_of_an_unknown_kind_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unknown(cache_utils.LinearAttentionLayer):
         pass

@@ -18,7 +18,7 @@ from lookahead.drafting.tree import TokenTree
 from lookahead.kernels import dispatch
 from lookahead.kernels.dispatch import MAX_NODES
 from lookahead.model.slots import MOST_PARTS, Origin, RowCopy, RowStates, SlotBlock, SlotForm, new_origin, zeros
-from lookahead.model.state_layers import Levels, StateLayer, States
+from lookahead.model.state_layers import Levels, StateLayer, States, has_states
 
 _GROWTH = 1.5  # of the slots per row, if they are too few
 
@@ -224,6 +224,11 @@ class TreeCache(Cache):
         else:
             super().__init__(layer_class_to_replicate=cast(type[CacheLayerMixin], self._next_layer))
         self.states: list[StateLayer] = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer holds states only, as transformers asks to find the layer that masks are made for."""
+        return [not isinstance(layer, CacheLayerMixin) and has_states(layer) for layer in self.layers]
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of all layers with their own KV. A layer that shares another's is never written."""
